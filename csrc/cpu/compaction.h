@@ -1,0 +1,140 @@
+// Stream compaction of a list of tensors: one parallel pass over all chunks of all tensors, then a copy of what changed.
+//
+// Traffic: source and target once, written where changed; each change is written to a slab and copied once more, which
+// at a few per cent is small beside the pass. Output is sorted and does not depend on the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "runner.h"
+
+namespace pulse {
+
+constexpr int64_t kCompactChunk = 1 << 16;  // elements: a task; positions inside it fit 32 bits
+
+class Compaction {
+ public:
+  Compaction(std::vector<CompactItem> items, CompactFn kernel, int value_bytes, bool keep_old)
+      : items_(std::move(items)), kernel_(kernel), value_bytes_(value_bytes), keep_old_(keep_old) {}
+
+  // Returns false if memory for the changes ran out; every tensor is then as it was.
+  bool run(Runner& runner, bool update) {
+    for (size_t k = 0; k < items_.size(); ++k) {
+      for (int64_t begin = 0; begin < items_[k].numel; begin += kCompactChunk) {
+        pieces_.push_back({static_cast<int64_t>(k), begin, 0, {}, 0});
+      }
+    }
+    slabs_.resize(runner.threads() < 1 ? 1 : runner.threads());
+    std::atomic<bool> failed{false};
+    runner.for_each(static_cast<int64_t>(pieces_.size()), [&](int worker, int64_t k) {
+      if (failed.load(std::memory_order_relaxed)) return;
+      Piece& piece = pieces_[k];
+      const CompactItem& item = items_[piece.item];
+      const int64_t end = item.numel < piece.begin + kCompactChunk ? item.numel : piece.begin + kCompactChunk;
+      CompactSink sink;
+      if (!reserve(slabs_[worker], end - piece.begin, &sink)) {
+        failed = true;
+        return;
+      }
+      piece.sink = sink;
+      piece.count = kernel_(item, piece.begin, end, sink, update);
+      slabs_[worker].back().used += piece.count;
+    });
+    totals_.assign(items_.size(), 0);
+    for (Piece& piece : pieces_) {
+      piece.at = totals_[piece.item];
+      totals_[piece.item] += piece.count;
+    }
+    if (failed && update) undo();
+    return !failed;
+  }
+
+  int64_t total(size_t item) const { return totals_[item]; }
+
+  struct Output {
+    void* indices;
+    bool wide;  // int64 indices, else int32
+    void* values;
+    void* old_values;  // may be null
+  };
+
+  void write(Runner& runner, const std::vector<Output>& outputs) const {
+    runner.for_each(static_cast<int64_t>(pieces_.size()), [&](int, int64_t k) {
+      const Piece& piece = pieces_[k];
+      if (piece.count == 0) return;
+      const Output& out = outputs[piece.item];
+      if (out.wide) {
+        int64_t* indices = static_cast<int64_t*>(out.indices) + piece.at;
+        for (int64_t j = 0; j < piece.count; ++j) indices[j] = piece.begin + piece.sink.positions[j];
+      } else {
+        int32_t* indices = static_cast<int32_t*>(out.indices) + piece.at;
+        const int32_t begin = static_cast<int32_t>(piece.begin);
+        for (int64_t j = 0; j < piece.count; ++j) indices[j] = begin + static_cast<int32_t>(piece.sink.positions[j]);
+      }
+      copy(out.values, piece.at, piece.sink.values, piece.count);
+      if (out.old_values != nullptr) copy(out.old_values, piece.at, piece.sink.old_values, piece.count);
+    });
+  }
+
+  // Puts the overwritten values back. Needs keep_old.
+  void undo() {
+    for (const Piece& piece : pieces_) {
+      auto* target = static_cast<uint8_t*>(items_[piece.item].target) + piece.begin * value_bytes_;
+      const auto* old = static_cast<const uint8_t*>(piece.sink.old_values);
+      for (int64_t j = 0; j < piece.count; ++j) {
+        std::memcpy(target + piece.sink.positions[j] * static_cast<int64_t>(value_bytes_), old + j * value_bytes_,
+                    value_bytes_);
+      }
+    }
+  }
+
+ private:
+  struct Piece {
+    int64_t item, begin, count;
+    CompactSink sink;
+    int64_t at;
+  };
+
+  // Untouched pages of a slab cost nothing, so each holds many chunks at a few per cent and one at 100%.
+  struct Slab {
+    std::unique_ptr<uint32_t[]> positions;
+    std::unique_ptr<uint8_t[]> values, old_values;
+    int64_t used = 0;
+  };
+  static constexpr int64_t kSlab = 8 * kCompactChunk;
+
+  bool reserve(std::vector<Slab>& slabs, int64_t room, CompactSink* sink) {
+    if (slabs.empty() || slabs.back().used + room > kSlab) {
+      Slab slab;
+      slab.positions.reset(new (std::nothrow) uint32_t[kSlab]);
+      slab.values.reset(new (std::nothrow) uint8_t[kSlab * value_bytes_]);
+      if (keep_old_) slab.old_values.reset(new (std::nothrow) uint8_t[kSlab * value_bytes_]);
+      if (!slab.positions || !slab.values || (keep_old_ && !slab.old_values)) return false;
+      slabs.push_back(std::move(slab));
+    }
+    Slab& slab = slabs.back();
+    const int64_t at = slab.used * value_bytes_;
+    *sink = {slab.positions.get() + slab.used, slab.values.get() + at,
+             keep_old_ ? slab.old_values.get() + at : nullptr};
+    return true;
+  }
+
+  void copy(void* to, int64_t at, const void* from, int64_t count) const {
+    std::memcpy(static_cast<uint8_t*>(to) + at * value_bytes_, from, count * value_bytes_);
+  }
+
+  std::vector<CompactItem> items_;
+  CompactFn kernel_;
+  int value_bytes_;
+  bool keep_old_;
+  std::vector<Piece> pieces_;
+  std::vector<std::vector<Slab>> slabs_;
+  std::vector<int64_t> totals_;
+};
+
+}  // namespace pulse

@@ -1,0 +1,226 @@
+// AVX2 and F16C. Compiled with those flags; empty where the compiler lacks them.
+#include <cstdint>
+
+#include "../bits/digest.h"
+#include "../bits/index_block.h"
+#include "../bits/rounding.h"
+#include "kernels.h"
+
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+
+namespace pulse {
+namespace {
+
+uint64_t slow_gate_bf16(const uint32_t* master, const uint16_t* weight);
+
+inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// Elements 0..3 and 8..11 of p in one register, 4..7 and 12..15 in the other: packus then restores memory order.
+inline __m256i load_split(const uint32_t* p) {
+  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+// FP32 bits to BF16 bits in the low half of each lane, NaN aside.
+inline __m256i round_bf16(__m256i u) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF)), odd), 16);
+}
+
+inline __m256i nan_lanes(__m256i u) {
+  const __m256 f = _mm256_castsi256_ps(u);
+  return _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
+}
+
+// Two vectors of sixteen 0/-1 words to 32 mask bits in memory order.
+inline uint32_t word_mask(__m256i first, __m256i second) {
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xD8);
+  return static_cast<uint32_t>(_mm256_movemask_epi8(bytes));
+}
+
+uint64_t gate_bf16_mask(const uint32_t* master, const uint16_t* weight) {
+  __m256i nan = _mm256_setzero_si256();
+  uint64_t same = 0;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    __m256i equal[2];
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t* m = master + 32 * half + 16 * k;
+      const __m256i a = load_split(m), b = load_split(m + 4);
+      nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+      const __m256i rounded = _mm256_packus_epi32(round_bf16(a), round_bf16(b));
+      equal[k] = _mm256_cmpeq_epi16(rounded, load(weight + 32 * half + 16 * k));
+    }
+    same |= static_cast<uint64_t>(word_mask(equal[0], equal[1])) << (32 * half);
+  }
+  if (__builtin_expect(!_mm256_testz_si256(nan, nan), 0)) return slow_gate_bf16(master, weight);
+  return ~same;
+}
+
+uint64_t slow_gate_fp16(const uint32_t* master, const uint16_t* weight);
+
+// vcvtps2ph rounds to nearest even and keeps FP16 denormals whatever MXCSR says; only its NaNs differ from the rule.
+uint64_t gate_fp16_mask(const uint32_t* master, const uint16_t* weight) {
+  __m256i nan = _mm256_setzero_si256();
+  uint64_t same = 0;
+  for (int half = 0; half < 2; ++half) {
+    __m256i equal[2];
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t* m = master + 32 * half + 16 * k;
+      const __m256i a = load(m), b = load(m + 8);
+      nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+      const __m128i low = _mm256_cvtps_ph(_mm256_castsi256_ps(a), _MM_FROUND_TO_NEAREST_INT);
+      const __m128i high = _mm256_cvtps_ph(_mm256_castsi256_ps(b), _MM_FROUND_TO_NEAREST_INT);
+      const __m256i rounded = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+      equal[k] = _mm256_cmpeq_epi16(rounded, load(weight + 32 * half + 16 * k));
+    }
+    same |= static_cast<uint64_t>(word_mask(equal[0], equal[1])) << (32 * half);
+  }
+  if (__builtin_expect(!_mm256_testz_si256(nan, nan), 0)) return slow_gate_fp16(master, weight);
+  return ~same;
+}
+
+uint64_t diff1_mask(const uint8_t* a, const uint8_t* b) {
+  const auto low = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load(a), load(b))));
+  const auto high = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load(a + 32), load(b + 32))));
+  return ~(low | static_cast<uint64_t>(high) << 32);
+}
+
+uint64_t diff2_mask(const uint16_t* a, const uint16_t* b) {
+  uint64_t same = 0;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half, a += 32, b += 32) {
+    const __m256i first = _mm256_cmpeq_epi16(load(a), load(b));
+    const __m256i second = _mm256_cmpeq_epi16(load(a + 16), load(b + 16));
+    same |= static_cast<uint64_t>(word_mask(first, second)) << (32 * half);
+  }
+  return ~same;
+}
+
+uint64_t diff4_mask(const uint32_t* a, const uint32_t* b) {
+  uint64_t same = 0;
+#pragma GCC unroll 8
+  for (int k = 0; k < 8; ++k) {
+    const __m256i equal = _mm256_cmpeq_epi32(load(a + 8 * k), load(b + 8 * k));
+    same |= static_cast<uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(equal))) << (8 * k);
+  }
+  return ~same;
+}
+
+uint64_t diff8_mask(const uint64_t* a, const uint64_t* b) {
+  uint64_t same = 0;
+  for (int k = 0; k < 16; ++k) {
+    const __m256i equal = _mm256_cmpeq_epi64(load(a + 4 * k), load(b + 4 * k));
+    same |= static_cast<uint64_t>(_mm256_movemask_pd(_mm256_castsi256_pd(equal))) << (4 * k);
+  }
+  return ~same;
+}
+
+uint64_t slow_residual_bf16(const float* theta, const float* local, const float* residual);
+uint64_t slow_residual_fp16(const float* theta, const float* local, const float* residual);
+
+template <bool Bf16>
+uint64_t residual_mask(const float* theta, const float* local, const float* residual) {
+  __m256i nan = _mm256_setzero_si256();
+  uint64_t same = 0;
+  for (int k = 0; k < 8; ++k) {
+    const __m256 t = _mm256_loadu_ps(theta + 8 * k);
+    const __m256 delta = _mm256_sub_ps(t, _mm256_loadu_ps(local + 8 * k));
+    const __m256 next = _mm256_sub_ps(t, _mm256_add_ps(_mm256_loadu_ps(residual + 8 * k), delta));
+    const __m256i a = _mm256_castps_si256(t), b = _mm256_castps_si256(next);
+    nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+    __m256i equal;
+    if constexpr (Bf16) {
+      equal = _mm256_cmpeq_epi32(round_bf16(a), round_bf16(b));
+    } else {
+      const __m128i x = _mm256_cvtps_ph(t, _MM_FROUND_TO_NEAREST_INT);
+      const __m128i y = _mm256_cvtps_ph(next, _MM_FROUND_TO_NEAREST_INT);
+      equal = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(x, y));
+    }
+    same |= static_cast<uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(equal))) << (8 * k);
+  }
+  if (__builtin_expect(!_mm256_testz_si256(nan, nan), 0)) {
+    return Bf16 ? slow_residual_bf16(theta, local, residual) : slow_residual_fp16(theta, local, residual);
+  }
+  return ~same;
+}
+
+inline uint64_t sum_lanes(__m256i v) {
+  const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  return static_cast<uint64_t>(_mm_extract_epi64(two, 0)) + static_cast<uint64_t>(_mm_extract_epi64(two, 1));
+}
+
+// Four sums of products over eight 32-bit elements: even and odd lanes take one 32 x 32 multiply each.
+template <class Widen>
+inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
+  __m256i acc[2][2] = {};
+  for (int k = 0; k < kDigestBlock; k += 8) {
+    const __m256i even = widen(k), odd = _mm256_srli_epi64(even, 32);
+#pragma GCC unroll 2
+    for (int lane = 0; lane < 2; ++lane) {
+      const __m256i factor = load(slots + lane * kDigestBlock + k);
+      acc[lane][0] = _mm256_add_epi64(acc[lane][0], _mm256_mul_epu32(even, factor));
+      acc[lane][1] = _mm256_add_epi64(acc[lane][1], _mm256_mul_epu32(odd, _mm256_srli_epi64(factor, 32)));
+    }
+  }
+  for (int lane = 0; lane < 2; ++lane) sums[lane] = sum_lanes(_mm256_add_epi64(acc[lane][0], acc[lane][1]));
+}
+
+void digest1_sums(const uint8_t* e, const uint32_t* slots, uint64_t* sums) {
+  sums_of(slots, sums, [e](int k) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(e + k))); });
+}
+void digest2_sums(const uint16_t* e, const uint32_t* slots, uint64_t* sums) {
+  sums_of(slots, sums, [e](int k) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(e + k))); });
+}
+void digest4_sums(const uint32_t* e, const uint32_t* slots, uint64_t* sums) {
+  sums_of(slots, sums, [e](int k) { return load(e + k); });
+}
+void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums);
+
+struct Isa {
+  static constexpr auto gate_bf16 = gate_bf16_mask;
+  static constexpr auto gate_fp16 = gate_fp16_mask;
+  static constexpr auto diff1 = diff1_mask;
+  static constexpr auto diff2 = diff2_mask;
+  static constexpr auto diff4 = diff4_mask;
+  static constexpr auto diff8 = diff8_mask;
+  static constexpr auto residual_bf16 = residual_mask<true>;
+  static constexpr auto residual_fp16 = residual_mask<false>;
+  static constexpr auto digest1 = digest1_sums;
+  static constexpr auto digest2 = digest2_sums;
+  static constexpr auto digest4 = digest4_sums;
+  static constexpr auto digest8 = digest8_sums;
+};
+
+#include "kernels_impl.h"
+
+uint64_t slow_gate_bf16(const uint32_t* master, const uint16_t* weight) {
+  return scalar_mask<Gate<round_to_bf16, gate_bf16_mask>>(master, weight);
+}
+uint64_t slow_gate_fp16(const uint32_t* master, const uint16_t* weight) {
+  return scalar_mask<Gate<round_to_fp16, gate_fp16_mask>>(master, weight);
+}
+uint64_t slow_residual_bf16(const float* theta, const float* local, const float* residual) {
+  return scalar_mask<Residual<round_to_bf16, residual_mask<true>>>(theta, local, residual);
+}
+uint64_t slow_residual_fp16(const float* theta, const float* local, const float* residual) {
+  return scalar_mask<Residual<round_to_fp16, residual_mask<false>>>(theta, local, residual);
+}
+void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums) { scalar_block_sums(e, slots, sums); }
+
+}  // namespace
+
+const KernelTable* avx2_kernels() {
+  static constexpr KernelTable table = make_table("avx2");
+  return &table;
+}
+
+}  // namespace pulse
+#else
+namespace pulse {
+const KernelTable* avx2_kernels() { return nullptr; }
+}  // namespace pulse
+#endif

@@ -1,0 +1,223 @@
+// The inner loops, written once over `Isa`, which supplies 64-element comparison masks and 256-element digest sums.
+// Included by one source file an instruction set, inside that file's anonymous namespace, after its `struct Isa`.
+
+inline int lowest_bit(uint64_t mask) { return __builtin_ctzll(mask); }
+
+// ---- comparisons: changed(i), value(i), old(i), store(i, value), and a mask of 64 -----------------------------------
+
+template <uint16_t (*Round)(uint32_t), uint64_t (*Mask64)(const uint32_t*, const uint16_t*)>
+struct Gate {
+  using Value = uint16_t;
+  const uint32_t* master;
+  uint16_t* weight;
+  explicit Gate(const CompactItem& item)
+      : master(static_cast<const uint32_t*>(item.source)), weight(static_cast<uint16_t*>(item.target)) {}
+  uint64_t mask64(int64_t i) const { return Mask64(master + i, weight + i); }
+  Value value(int64_t i) const { return Round(master[i]); }
+  Value old(int64_t i) const { return weight[i]; }
+  bool changed(int64_t i) const { return value(i) != old(i); }
+  void store(int64_t i, Value v) const { weight[i] = v; }
+};
+
+template <class T, uint64_t (*Mask64)(const T*, const T*)>
+struct Diff {
+  using Value = T;
+  const T* fresh;
+  T* stale;
+  explicit Diff(const CompactItem& item)
+      : fresh(static_cast<const T*>(item.source)), stale(static_cast<T*>(item.target)) {}
+  uint64_t mask64(int64_t i) const { return Mask64(fresh + i, stale + i); }
+  Value value(int64_t i) const { return fresh[i]; }
+  Value old(int64_t i) const { return stale[i]; }
+  bool changed(int64_t i) const { return fresh[i] != stale[i]; }
+  void store(int64_t i, Value v) const { stale[i] = v; }
+};
+
+inline uint32_t float_bits(float f) {
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  return u;
+}
+
+// A computed NaN becomes 0x7FC00000: its sign and payload would depend on operand order and architecture.
+inline uint32_t canonical_bits(float f) {
+  const uint32_t u = float_bits(f);
+  return is_nan_bits(u) ? 0x7FC00000u : u;
+}
+
+inline uint32_t pending_bits(float theta, float local, float residual) {
+  return canonical_bits(residual + (theta - local));
+}
+
+template <uint16_t (*Round)(uint32_t), uint64_t (*Mask64)(const float*, const float*, const float*)>
+struct Residual {
+  using Value = uint32_t;
+  const float *theta, *local, *residual;
+  explicit Residual(const CompactItem& item)
+      : theta(static_cast<const float*>(item.source)),
+        local(static_cast<const float*>(item.target)),
+        residual(static_cast<const float*>(item.third)) {}
+  uint64_t mask64(int64_t i) const { return Mask64(theta + i, local + i, residual + i); }
+  Value value(int64_t i) const { return pending_bits(theta[i], local[i], residual[i]); }
+  Value old(int64_t) const { return 0; }
+  bool changed(int64_t i) const { return fires(theta[i], local[i], residual[i]); }
+  void store(int64_t, Value) const {}
+  static bool fires(float theta, float local, float residual) {
+    const uint32_t s = pending_bits(theta, local, residual);
+    float pending;
+    __builtin_memcpy(&pending, &s, 4);
+    return Round(canonical_bits(theta - pending)) != Round(float_bits(theta));
+  }
+};
+
+// Changes are rare: the mask of 64 elements decides, and only set bits cost more than the read.
+template <class Comparison>
+int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const CompactSink& sink, bool update) {
+  using Value = typename Comparison::Value;
+  const Comparison compare(item);
+  auto* values = static_cast<Value*>(sink.values);
+  auto* old_values = static_cast<Value*>(sink.old_values);
+  int64_t found = 0;
+  auto emit = [&](int64_t i) {
+    const Value value = compare.value(i);
+    sink.positions[found] = static_cast<uint32_t>(i - begin);
+    values[found] = value;
+    if (old_values != nullptr) old_values[found] = compare.old(i);
+    if (update) compare.store(i, value);
+    ++found;
+  };
+  int64_t i = begin;
+  for (; i + 64 <= end; i += 64) {
+    for (uint64_t mask = compare.mask64(i); mask != 0; mask &= mask - 1) emit(i + lowest_bit(mask));
+  }
+  for (; i < end; ++i) {
+    if (compare.changed(i)) emit(i);
+  }
+  return found;
+}
+
+template <class Comparison>
+void write_mask(const CompactItem& item, int64_t begin, int64_t end, uint8_t* out) {
+  const Comparison compare(item);
+  int64_t i = begin;
+  for (; i + 64 <= end; i += 64) {
+    uint64_t mask = compare.mask64(i);
+    for (int byte = 0; byte < 8; ++byte, mask >>= 8) {
+      // Spread 8 bits to 8 bytes: replicate, select one bit a byte, normalise to 0 or 1.
+      uint64_t spread = ((mask & 0xFF) * 0x0101010101010101ull) & 0x8040201008040201ull;
+      spread = ((spread + 0x7F7F7F7F7F7F7F7Full) | spread) >> 7 & 0x0101010101010101ull;
+      __builtin_memcpy(out + i + 8 * byte, &spread, 8);
+    }
+  }
+  for (; i < end; ++i) out[i] = compare.changed(i);
+}
+
+inline void commit(const float* theta, const float* local, float* residual, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const float s = residual[i] + (theta[i] - local[i]);
+    const uint32_t nan = 0x7FC00000u;
+    float canonical;
+    __builtin_memcpy(&canonical, &nan, 4);
+    residual[i] = s != s ? canonical : s;
+  }
+}
+
+// ---- digest ---------------------------------------------------------------------------------------------------------
+
+template <class T, void (*BlockSums)(const T*, const uint32_t*, uint64_t*)>
+void digest_blocks(const void* data, int64_t blocks, uint64_t first_block, const uint64_t seeds[2],
+                   const uint32_t* slots, uint64_t sums[2]) {
+  const T* elements = static_cast<const T*>(data);
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint64_t block_sums[2];
+    BlockSums(elements + b * kDigestBlock, slots, block_sums);
+    for (int lane = 0; lane < 2; ++lane) sums[lane] += block_factor(seeds[lane], first_block + b) * block_sums[lane];
+  }
+}
+
+template <class T>
+void scalar_block_sums(const T* elements, const uint32_t* slots, uint64_t* sums) {
+  uint64_t first = 0, second = 0;
+  for (int k = 0; k < kDigestBlock; ++k) {
+    first += static_cast<uint64_t>(elements[k]) * slots[k];
+    second += static_cast<uint64_t>(elements[k]) * slots[kDigestBlock + k];
+  }
+  sums[0] = first;
+  sums[1] = second;
+}
+
+// ---- packed indices -------------------------------------------------------------------------------------------------
+
+template <class Index, class Unsigned>
+bool gaps_of_block(const Index* indices, int used, uint32_t* gaps, uint32_t* all) {
+  Unsigned seen = 0;
+  gaps[0] = 0;
+  for (int k = 1; k < used; ++k) {
+    const Unsigned gap = static_cast<Unsigned>(indices[k]) - static_cast<Unsigned>(indices[k - 1]) - 1u;
+    seen |= gap;
+    gaps[k] = static_cast<uint32_t>(gap);
+  }
+  *all = static_cast<uint32_t>(seen);
+  return static_cast<uint64_t>(seen) >> 32 == 0;
+}
+
+template <class Index>
+bool sorted_within(const Index* indices, int64_t n, int64_t numel) {
+  if (n == 0) return true;
+  if (indices[0] < 0 || indices[n - 1] >= numel) return false;
+  int64_t k = 1;
+  // No early exit inside a run, so that the loop vectorises.
+  for (; k + 256 <= n; k += 256) {
+    int bad = 0;
+    for (int j = 0; j < 256; ++j) bad |= indices[k + j] <= indices[k + j - 1];
+    if (bad) return false;
+  }
+  int bad = 0;
+  for (; k < n; ++k) bad |= indices[k] <= indices[k - 1];
+  return bad == 0;
+}
+
+// ---- the table ------------------------------------------------------------------------------------------------------
+
+constexpr KernelTable make_table(const char* name) {
+  using GateBf16 = Gate<round_to_bf16, Isa::gate_bf16>;
+  using GateFp16 = Gate<round_to_fp16, Isa::gate_fp16>;
+  return KernelTable{
+      name,
+      compact<GateBf16>,
+      compact<GateFp16>,
+      compact<Diff<uint8_t, Isa::diff1>>,
+      compact<Diff<uint16_t, Isa::diff2>>,
+      compact<Diff<uint32_t, Isa::diff4>>,
+      compact<Diff<uint64_t, Isa::diff8>>,
+      compact<Residual<round_to_bf16, Isa::residual_bf16>>,
+      compact<Residual<round_to_fp16, Isa::residual_fp16>>,
+      write_mask<GateBf16>,
+      write_mask<GateFp16>,
+      commit,
+      digest_blocks<uint8_t, Isa::digest1>,
+      digest_blocks<uint16_t, Isa::digest2>,
+      digest_blocks<uint32_t, Isa::digest4>,
+      digest_blocks<uint64_t, Isa::digest8>,
+      gaps_of_block<int32_t, uint32_t>,
+      gaps_of_block<int64_t, uint64_t>,
+      pack_by_width,
+      unpack_by_width,
+      sorted_within<int32_t>,
+      sorted_within<int64_t>,
+  };
+}
+
+// Scalar masks: what an instruction set falls back to for a rare case, and all that the portable table has.
+template <class Comparison, class... Pointers>
+uint64_t scalar_mask(const Pointers*... pointers) {
+  CompactItem item{};
+  const void* addresses[] = {pointers...};
+  item.source = addresses[0];
+  item.target = const_cast<void*>(addresses[1]);
+  if constexpr (sizeof...(Pointers) > 2) item.third = addresses[2];
+  const Comparison compare(item);
+  uint64_t mask = 0;
+  for (int k = 0; k < 64; ++k) mask |= static_cast<uint64_t>(compare.changed(k)) << k;
+  return mask;
+}

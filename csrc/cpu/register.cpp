@@ -1,0 +1,441 @@
+// torch.ops.pulse_kernels_cpu.*: the raw loops behind pulse_kernels/backends/cpu.py, on the LibTorch stable ABI.
+//
+// Arguments were checked in Python (pulse_kernels/ops.py); what is checked here keeps memory safe against a direct call.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "compaction.h"
+#include "index_blob.h"
+#include "kernels.h"
+#include "scatter.h"
+#include "state_digest.h"
+#include "streams.h"
+
+namespace pulse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+class TorchRunner final : public Runner {  // torch's own intra-op threads
+ public:
+  int threads() const override { return static_cast<int>(torch::stable::get_num_threads()); }
+  void run(int workers, const std::function<void(int)>& body) override {
+    torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t worker = begin; worker < end; ++worker) body(static_cast<int>(worker));
+    });
+  }
+};
+
+void require(bool condition, const char* what) { STD_TORCH_CHECK(condition, "pulse_kernels_cpu: ", what); }
+
+Tensor fresh(const Tensor& like, int64_t n, std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, std::vector<int64_t>{n}, dtype);
+}
+
+const void* read(const Tensor& t) {
+  require(t.is_cpu() && t.is_contiguous(), "tensors must be contiguous and on the CPU");
+  return t.const_data_ptr();
+}
+
+void* write(const Tensor& t) {
+  require(t.is_cpu() && t.is_contiguous(), "tensors must be contiguous and on the CPU");
+  return t.mutable_data_ptr();
+}
+
+bool is_wide(const Tensor& indices) {
+  const bool wide = indices.scalar_type() == ScalarType::Long;
+  require(wide || indices.scalar_type() == ScalarType::Int, "indices must be int32 or int64");
+  return wide;
+}
+
+// ---- compaction -----------------------------------------------------------------------------------------------------
+
+enum Kind : int64_t { kGateBf16, kGateFp16, kDiff, kResidualBf16, kResidualFp16 };
+
+CompactFn compact_kernel(int64_t kind, int64_t value_bytes) {
+  const KernelTable& k = best_kernels();
+  switch (kind) {
+    case kGateBf16: return k.gate_bf16;
+    case kGateFp16: return k.gate_fp16;
+    case kResidualBf16: return k.residual_bf16;
+    case kResidualFp16: return k.residual_fp16;
+    default: return value_bytes == 1 ? k.diff1 : value_bytes == 2 ? k.diff2 : value_bytes == 4 ? k.diff4 : k.diff8;
+  }
+}
+
+int64_t element_size(const Tensor& t) { return static_cast<int64_t>(t.element_size()); }
+
+CompactItem compact_item(int64_t kind, const Tensor& source, const Tensor& target, const Tensor* third, bool update) {
+  const int64_t n = target.numel(), size = element_size(target);
+  require(source.numel() == n && (third == nullptr || third->numel() == n), "sizes differ");
+  const bool gate = kind == kGateBf16 || kind == kGateFp16;
+  require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
+  require(element_size(source) == (gate ? 4 : size) && (!gate || size == 2), "element sizes do not fit the operator");
+  const bool residual = kind >= kResidualBf16;
+  require(residual == (third != nullptr) && (!residual || size == 4), "arguments do not fit the operator");
+  void* target_data = update ? write(target) : const_cast<void*>(read(target));
+  return {read(source), target_data, third == nullptr ? nullptr : read(*third), n};
+}
+
+std::tuple<Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources, Tensors targets, Tensors thirds,
+                                                   std::vector<int64_t> wide, bool update, bool keep_old) {
+  require(sources.size() == targets.size() && wide.size() == targets.size(), "lists differ in length");
+  require(kind >= kGateBf16 && kind <= kResidualFp16, "unknown kind");
+  std::vector<int64_t> groups;  // tensors of one element size share a pass
+  std::tuple<Tensors, Tensors, Tensors> result{Tensors(targets.size()), Tensors(targets.size()),
+                                               Tensors(targets.size())};
+  TorchRunner runner;
+  for (const int64_t size : {1, 2, 4, 8}) {
+    std::vector<size_t> members;
+    std::vector<CompactItem> items;
+    for (size_t k = 0; k < targets.size(); ++k) {
+      if (element_size(targets[k]) != size) continue;
+      require(wide[k] != 0 || targets[k].numel() <= INT32_MAX, "too many elements for int32 indices");
+      members.push_back(k);
+      items.push_back(compact_item(kind, sources[k], targets[k], thirds.empty() ? nullptr : &thirds[k], update));
+    }
+    if (members.empty()) continue;
+    Compaction compaction(std::move(items), compact_kernel(kind, size), static_cast<int>(size), keep_old || update);
+    require(compaction.run(runner, update), "out of memory; nothing was changed");
+    std::vector<Compaction::Output> outputs;
+    for (size_t m = 0; m < members.size(); ++m) {
+      const size_t k = members[m];
+      const int64_t n = compaction.total(m);
+      Tensor indices = fresh(targets[k], n, wide[k] != 0 ? ScalarType::Long : ScalarType::Int);
+      Tensor values = fresh(targets[k], n), old_values = fresh(targets[k], keep_old ? n : 0);
+      outputs.push_back({indices.mutable_data_ptr(), wide[k] != 0, values.mutable_data_ptr(),
+                         keep_old ? old_values.mutable_data_ptr() : nullptr});
+      std::get<0>(result)[k] = indices;
+      std::get<1>(result)[k] = values;
+      std::get<2>(result)[k] = old_values;
+    }
+    compaction.write(runner, outputs);
+  }
+  return result;
+}
+
+int64_t compact_out(int64_t kind, const Tensor& source, const Tensor& target, const Tensor& indices,
+                    const Tensor& values, std::optional<Tensor> old_values, bool update) {
+  const int64_t size = element_size(target), capacity = indices.numel();
+  require(kind >= kGateBf16 && kind <= kDiff, "unknown kind");
+  require(values.numel() == capacity && element_size(values) == size, "values do not fit");
+  require(!old_values || (old_values->numel() == capacity && element_size(*old_values) == size), "old do not fit");
+  require(is_wide(indices) || target.numel() <= INT32_MAX, "too many elements for int32 indices");
+  TorchRunner runner;
+  Compaction compaction({compact_item(kind, source, target, nullptr, update)}, compact_kernel(kind, size),
+                        static_cast<int>(size), update || old_values.has_value());
+  require(compaction.run(runner, update), "out of memory; nothing was changed");
+  if (compaction.total(0) > capacity) {
+    if (update) compaction.undo();
+  } else {
+    compaction.write(runner, {{write(indices), is_wide(indices), write(values),
+                               old_values ? write(*old_values) : nullptr}});
+  }
+  return compaction.total(0);
+}
+
+void mask(int64_t kind, const Tensor& master, const Tensor& weight, const Tensor& out) {
+  const CompactItem item = compact_item(kind, master, weight, nullptr, false);
+  require(out.numel() == item.numel && element_size(out) == 1, "the mask does not fit");
+  const MaskFn kernel = kind == kGateBf16 ? best_kernels().mask_bf16 : best_kernels().mask_fp16;
+  auto* bytes = static_cast<uint8_t*>(write(out));
+  TorchRunner().for_each((item.numel + kCompactChunk - 1) / kCompactChunk, [&](int, int64_t task) {
+    const int64_t end = (task + 1) * kCompactChunk;
+    kernel(item, task * kCompactChunk, end < item.numel ? end : item.numel, bytes);
+  });
+}
+
+void commit(const Tensor& theta, const Tensor& local, const Tensor& residual) {
+  const int64_t n = residual.numel();
+  require(theta.numel() == n && local.numel() == n, "sizes differ");
+  require(element_size(theta) == 4 && element_size(local) == 4 && element_size(residual) == 4, "expected FP32");
+  const auto *t = static_cast<const float*>(read(theta)), *l = static_cast<const float*>(read(local));
+  auto* r = static_cast<float*>(write(residual));
+  TorchRunner().for_each((n + kCompactChunk - 1) / kCompactChunk, [&](int, int64_t task) {
+    const int64_t end = (task + 1) * kCompactChunk;
+    best_kernels().commit(t, l, r, task * kCompactChunk, end < n ? end : n);
+  });
+}
+
+// ---- patches --------------------------------------------------------------------------------------------------------
+
+template <class Index>
+int64_t first_bad(const Index* indices, int64_t n, int64_t numel, bool (*sorted)(const Index*, int64_t, int64_t)) {
+  constexpr int64_t task_size = 1 << 16;
+  std::atomic<int64_t> bad_task{INT64_MAX};
+  TorchRunner().for_each((n + task_size - 1) / task_size, [&](int, int64_t task) {
+    // Each task looks at the entry before its own as well.
+    const int64_t begin = task == 0 ? 0 : task * task_size - 1;
+    const int64_t end = n < (task + 1) * task_size ? n : (task + 1) * task_size;
+    if (sorted(indices + begin, end - begin, numel)) return;
+    int64_t seen = bad_task;
+    while (task < seen && !bad_task.compare_exchange_weak(seen, task)) {
+    }
+  });
+  if (bad_task == INT64_MAX) return -1;
+  for (int64_t k = bad_task * task_size;; ++k) {
+    if (indices[k] < 0 || indices[k] >= numel || (k > 0 && indices[k] <= indices[k - 1])) return k;
+  }
+}
+
+int64_t first_bad_index(const Tensor& indices, int64_t numel) {
+  const int64_t n = indices.numel();
+  if (is_wide(indices)) return first_bad(static_cast<const int64_t*>(read(indices)), n, numel, best_kernels().sorted64);
+  return first_bad(static_cast<const int32_t*>(read(indices)), n, numel, best_kernels().sorted32);
+}
+
+template <class Value, class Index>
+void scatter_typed(const Tensor& weight, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                   const Tensor& indices, const Tensor& values, const std::optional<Tensor>& old_values) {
+  TorchRunner runner;
+  auto* w = static_cast<Value*>(weight.mutable_data_ptr());
+  const auto* i = static_cast<const Index*>(read(indices));
+  const auto* v = static_cast<const Value*>(read(values));
+  auto* old = old_values ? static_cast<Value*>(write(*old_values)) : nullptr;
+  if (weight.is_contiguous()) {
+    scatter(runner, w, i, v, old, indices.numel(), Contiguous{});
+  } else {
+    scatter(runner, w, i, v, old, indices.numel(), Strided{sizes, strides});
+  }
+}
+
+void scatter_values(const Tensor& weight, const Tensor& indices, const Tensor& values, std::optional<Tensor> old_values) {
+  const int64_t n = indices.numel(), size = element_size(weight);
+  require(weight.is_cpu() && values.numel() == n && element_size(values) == size, "values do not fit");
+  require(!old_values || (old_values->numel() == n && element_size(*old_values) == size), "old values do not fit");
+  std::vector<int64_t> sizes, strides;
+  for (int64_t d = 0; d < weight.dim(); ++d) {
+    sizes.push_back(weight.size(d));
+    strides.push_back(weight.stride(d));
+  }
+  const auto go = [&](auto value) {
+    using Value = decltype(value);
+    if (is_wide(indices)) {
+      scatter_typed<Value, int64_t>(weight, sizes, strides, indices, values, old_values);
+    } else {
+      scatter_typed<Value, int32_t>(weight, sizes, strides, indices, values, old_values);
+    }
+  };
+  switch (size) {
+    case 1: return go(uint8_t{});
+    case 2: return go(uint16_t{});
+    case 4: return go(uint32_t{});
+    case 8: return go(uint64_t{});
+    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
+  }
+}
+
+// ---- packed indices -------------------------------------------------------------------------------------------------
+
+template <class Index>
+Tensor pack_typed(const Tensor& indices, int64_t numel) {
+  TorchRunner runner;
+  Packer<Index> packer(best_kernels(), static_cast<const Index*>(read(indices)), indices.numel(), numel);
+  const auto bytes = static_cast<int64_t>(packer.measure(runner));
+  require(packer.offsets_fit(), "more than 128 GiB of packed indices; pack the tensor in parts");
+  Tensor blob = fresh(indices, bytes, ScalarType::Byte);
+  packer.write(runner, static_cast<uint8_t*>(blob.mutable_data_ptr()));
+  return blob;
+}
+
+Tensor pack(const Tensor& indices, int64_t numel) {
+  require(numel >= 0 && static_cast<uint64_t>(numel) <= kMaxNumel, "numel out of range");
+  return is_wide(indices) ? pack_typed<int64_t>(indices, numel) : pack_typed<int32_t>(indices, numel);
+}
+
+// The indices and an empty string, or what is wrong with the blob.
+std::tuple<Tensor, std::string> unpack(const Tensor& packed, bool wide) {
+  require(element_size(packed) == 1, "packed must be bytes");
+  TorchRunner runner;
+  Unpacker unpacker(best_kernels(), static_cast<const uint8_t*>(read(packed)), packed.numel());
+  const auto dtype = wide ? ScalarType::Long : ScalarType::Int;
+  if (!unpacker.error().empty()) return {fresh(packed, 0, dtype), unpacker.error()};
+  require(wide || unpacker.numel() <= INT32_MAX, "too many elements for int32 indices");
+  Tensor indices = fresh(packed, static_cast<int64_t>(unpacker.count()), dtype);
+  if (wide) {
+    unpacker.unpack(runner, static_cast<int64_t*>(indices.mutable_data_ptr()));
+  } else {
+    unpacker.unpack(runner, static_cast<int32_t*>(indices.mutable_data_ptr()));
+  }
+  return {indices, unpacker.error()};
+}
+
+// ---- digest ---------------------------------------------------------------------------------------------------------
+
+Tensor state_digest(const Tensor& tensor, int64_t key, int64_t start) {
+  const KernelTable& k = best_kernels();
+  TorchRunner runner;
+  Tensor result = fresh(tensor, 2, ScalarType::Long);
+  auto* out = static_cast<uint64_t*>(result.mutable_data_ptr());
+  const void* data = read(tensor);
+  const int64_t n = tensor.numel();
+  switch (element_size(tensor)) {
+    case 1: digest(runner, k.digest1, static_cast<const uint8_t*>(data), n, key, start, out); break;
+    case 2: digest(runner, k.digest2, static_cast<const uint16_t*>(data), n, key, start, out); break;
+    case 4: digest(runner, k.digest4, static_cast<const uint32_t*>(data), n, key, start, out); break;
+    case 8: digest(runner, k.digest8, static_cast<const uint64_t*>(data), n, key, start, out); break;
+    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
+  }
+  return result;
+}
+
+Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Tensor& old_values,
+                           const Tensor& new_values, int64_t key) {
+  const int64_t n = indices.numel(), size = element_size(old_values);
+  require(before.numel() == 2 && before.scalar_type() == ScalarType::Long, "digest must be int64[2]");
+  require(old_values.numel() == n && new_values.numel() == n && element_size(new_values) == size, "sizes differ");
+  TorchRunner runner;
+  Tensor result = fresh(before, 2);
+  auto* out = static_cast<uint64_t*>(result.mutable_data_ptr());
+  std::memcpy(out, read(before), 16);
+  const void *o = read(old_values), *v = read(new_values), *i = read(indices);
+  const auto go = [&](auto value) {
+    using V = decltype(value);
+    const auto *from = static_cast<const V*>(o), *to = static_cast<const V*>(v);
+    if (is_wide(indices)) {
+      digest_update(runner, static_cast<const int64_t*>(i), from, to, n, key, out);
+    } else {
+      digest_update(runner, static_cast<const int32_t*>(i), from, to, n, key, out);
+    }
+  };
+  switch (size) {
+    case 1: go(uint8_t{}); break;
+    case 2: go(uint16_t{}); break;
+    case 4: go(uint32_t{}); break;
+    case 8: go(uint64_t{}); break;
+    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
+  }
+  return result;
+}
+
+// ---- byte streams ---------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor, Tensor> gaps_to_bytes(const Tensor& indices, int64_t start, int64_t shift) {
+  require(shift == 0 || shift == 8, "shift must be 0 or 8");
+  const int64_t n = indices.numel();
+  Tensor top = fresh(indices, n, ScalarType::Byte), low = fresh(indices, shift != 0 ? n : 0, ScalarType::Byte);
+  auto* top_data = static_cast<uint8_t*>(top.mutable_data_ptr());
+  auto* low_data = shift != 0 ? static_cast<uint8_t*>(low.mutable_data_ptr()) : nullptr;
+  std::vector<uint8_t> rest;
+  const void* data = read(indices);
+  if (is_wide(indices)) {
+    encode_gaps(static_cast<const int64_t*>(data), n, start, static_cast<int>(shift), top_data, low_data, &rest);
+  } else {
+    encode_gaps(static_cast<const int32_t*>(data), n, start, static_cast<int>(shift), top_data, low_data, &rest);
+  }
+  Tensor escapes = fresh(indices, static_cast<int64_t>(rest.size()), ScalarType::Byte);
+  if (!rest.empty()) std::memcpy(escapes.mutable_data_ptr(), rest.data(), rest.size());
+  return {top, low, escapes};
+}
+
+// The indices and -1, or the entry at which the streams are wrong.
+std::tuple<Tensor, int64_t> bytes_to_gaps(const Tensor& top, const Tensor& low, const Tensor& escapes, int64_t start,
+                                          int64_t stop, bool wide) {
+  const int64_t n = top.numel();
+  require(element_size(top) == 1 && element_size(low) == 1 && element_size(escapes) == 1, "streams must be bytes");
+  require(low.numel() == 0 || low.numel() == n, "the low plane does not fit");
+  require(0 <= start && start <= stop && (wide || stop <= INT32_MAX), "range does not fit the indices");
+  const auto* low_data = low.numel() != 0 ? static_cast<const uint8_t*>(read(low)) : nullptr;
+  const int shift = low_data != nullptr ? 8 : 0;
+  Tensor indices = fresh(top, n, wide ? ScalarType::Long : ScalarType::Int);
+  const auto *t = static_cast<const uint8_t*>(read(top)), *e = static_cast<const uint8_t*>(read(escapes));
+  void* out = indices.mutable_data_ptr();
+  const int64_t bad = wide ? decode_gaps(t, low_data, e, escapes.numel(), n, start, stop, shift, static_cast<int64_t*>(out))
+                           : decode_gaps(t, low_data, e, escapes.numel(), n, start, stop, shift, static_cast<int32_t*>(out));
+  return {indices, bad};
+}
+
+template <class Call>
+void by_size_and_kind(int64_t size, bool is_float, bool based, const Call& call) {
+  const auto kinds = [&](auto value) {
+    if (!based) return call(value, std::false_type{}, std::false_type{});
+    return is_float ? call(value, std::true_type{}, std::true_type{}) : call(value, std::false_type{}, std::true_type{});
+  };
+  switch (size) {
+    case 1: return kinds(int8_t{});
+    case 2: return kinds(int16_t{});
+    case 4: return kinds(int32_t{});
+    case 8: return kinds(int64_t{});
+    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
+  }
+}
+
+Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool is_float) {
+  const int64_t n = values.numel(), size = element_size(values);
+  require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
+  Tensor planes = fresh(values, n * size, ScalarType::Byte);
+  auto* out = static_cast<uint8_t*>(planes.mutable_data_ptr());
+  const void *v = read(values), *b = base ? read(*base) : nullptr;
+  by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
+    using S = decltype(value);
+    encode_values<S, float_kind.value, based.value>(static_cast<const S*>(v), static_cast<const S*>(b), n, out);
+  });
+  return planes;
+}
+
+// Writes into `values`, which has the wanted dtype.
+void planes_to_values(const Tensor& planes, std::optional<Tensor> base, bool is_float, const Tensor& values) {
+  const int64_t n = values.numel(), size = element_size(values);
+  require(element_size(planes) == 1 && planes.numel() == n * size, "planes do not fit");
+  require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
+  const auto* in = static_cast<const uint8_t*>(read(planes));
+  const void* b = base ? read(*base) : nullptr;
+  void* out = write(values);
+  by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
+    using S = decltype(value);
+    decode_values<S, float_kind.value, based.value>(in, static_cast<const S*>(b), n, static_cast<S*>(out));
+  });
+}
+
+std::string instruction_set() { return best_kernels().name; }
+
+}  // namespace
+}  // namespace pulse
+
+STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
+  m.def(
+      "compact_many(int kind, Tensor[] sources, Tensor(a!)[] targets, Tensor[] thirds, int[] wide, bool update, "
+      "bool keep_old) -> (Tensor[], Tensor[], Tensor[])");
+  m.def(
+      "compact_out(int kind, Tensor source, Tensor(a!) target, Tensor(b!) indices, Tensor(c!) values, "
+      "Tensor(d!)? old_values, bool update) -> int");
+  m.def("mask(int kind, Tensor master, Tensor weight, Tensor(a!) out) -> ()");
+  m.def("commit(Tensor theta, Tensor local, Tensor(a!) residual) -> ()");
+  m.def("first_bad_index(Tensor indices, int numel) -> int");
+  m.def("scatter(Tensor(a!) weight, Tensor indices, Tensor values, Tensor(b!)? old_values) -> ()");
+  m.def("pack(Tensor indices, int numel) -> Tensor");
+  m.def("unpack(Tensor packed, bool wide) -> (Tensor, str)");
+  m.def("digest(Tensor tensor, int key, int start) -> Tensor");
+  m.def("digest_update(Tensor digest, Tensor indices, Tensor old, Tensor new, int key) -> Tensor");
+  m.def("encode_gaps(Tensor indices, int start, int shift) -> (Tensor, Tensor, Tensor)");
+  m.def("decode_gaps(Tensor top, Tensor low, Tensor escapes, int start, int stop, bool wide) -> (Tensor, int)");
+  m.def("encode_values(Tensor values, Tensor? base, bool is_float) -> Tensor");
+  m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> ()");
+  m.def("instruction_set() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cpu, CompositeExplicitAutograd, m) {
+  m.impl("compact_many", TORCH_BOX(&pulse::compact_many));
+  m.impl("compact_out", TORCH_BOX(&pulse::compact_out));
+  m.impl("mask", TORCH_BOX(&pulse::mask));
+  m.impl("commit", TORCH_BOX(&pulse::commit));
+  m.impl("first_bad_index", TORCH_BOX(&pulse::first_bad_index));
+  m.impl("scatter", TORCH_BOX(&pulse::scatter_values));
+  m.impl("pack", TORCH_BOX(&pulse::pack));
+  m.impl("unpack", TORCH_BOX(&pulse::unpack));
+  m.impl("digest", TORCH_BOX(&pulse::state_digest));
+  m.impl("digest_update", TORCH_BOX(&pulse::state_digest_update));
+  m.impl("encode_gaps", TORCH_BOX(&pulse::gaps_to_bytes));
+  m.impl("decode_gaps", TORCH_BOX(&pulse::bytes_to_gaps));
+  m.impl("encode_values", TORCH_BOX(&pulse::values_to_planes));
+  m.impl("decode_values", TORCH_BOX(&pulse::planes_to_values));
+  m.impl("instruction_set", TORCH_BOX(&pulse::instruction_set));
+}

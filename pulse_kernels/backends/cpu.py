@@ -1,0 +1,169 @@
+"""csrc/cpu bound to the operators: contiguous tensors go straight in, others through a copy or a strided scatter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pulse_kernels.errors import PatchFormatError
+
+_raw = torch.ops.pulse_kernels_cpu
+_GATE_KIND = {torch.bfloat16: 0, torch.float16: 1}
+_DIFF_KIND = 2
+_RESIDUAL_KIND = {torch.bfloat16: 3, torch.float16: 4}
+
+
+def instruction_set() -> str:
+    """'avx512', 'avx2' or 'portable': what runs on this CPU; PULSE_CPU=<name> asks for a lesser one."""
+    return str(_raw.instruction_set())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous()
+
+
+def _kind(op: str, target: Tensor) -> int:
+    return _GATE_KIND[target.dtype] if op == "gate_compact" else _DIFF_KIND
+
+
+def visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
+    mask = torch.empty(weight.shape, dtype=torch.bool)
+    _raw.mask(_GATE_KIND[weight.dtype], _dense(master), _dense(weight), mask)
+    return mask
+
+
+def compact_many(
+    op: str,
+    sources: list[Tensor],
+    targets: list[Tensor],
+    index_dtypes: list[torch.dtype],
+    update: bool,
+    return_old: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    kinds = [_kind(op, target) for target in targets]
+    columns: tuple[list[Tensor], ...] = ([], [], [])
+    if len(set(kinds)) > 1 or (update and not all(target.is_contiguous() for target in targets)):
+        rows = zip(sources, targets, index_dtypes, strict=True)
+        for source, target, dtype in rows:
+            for column, part in zip(columns, _compact_one(op, source, target, dtype, update, return_old), strict=True):
+                column.append(part)
+        return columns[0], columns[1], columns[2]
+    wide = [int(dtype is torch.int64) for dtype in index_dtypes]
+    dense_sources, dense_targets = [_dense(t) for t in sources], [_dense(t) for t in targets]
+    indices, values, old = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, update, return_old)
+    return indices, values, old
+
+
+def _compact_one(
+    op: str, source: Tensor, target: Tensor, index_dtype: torch.dtype, update: bool, return_old: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    in_place = update and target.is_contiguous()
+    dense = _dense(target)
+    wide = [int(index_dtype is torch.int64)]
+    columns = _raw.compact_many(_kind(op, target), [_dense(source)], [dense], [], wide, in_place, return_old)
+    indices, values, old = (column[0] for column in columns)
+    if update and not in_place:
+        apply_patch_(target, indices, values)
+    return indices, values, old
+
+
+def compact_out(
+    op: str,
+    source: Tensor,
+    target: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    count: Tensor,
+    old_values: Tensor | None,
+    update: bool,
+) -> None:
+    in_place = update and target.is_contiguous()
+    kind = _kind(op, target)
+    found = _raw.compact_out(kind, _dense(source), _dense(target), indices, values, old_values, in_place)
+    count.fill_(found)
+    if update and not in_place and found <= indices.numel():
+        apply_patch_(target, indices[:found], values[:found])
+
+
+def gate_residual_many(
+    thetas: list[Tensor],
+    locals_: list[Tensor],
+    residuals: list[Tensor],
+    view: torch.dtype,
+    index_dtypes: list[torch.dtype],
+) -> tuple[list[Tensor], list[Tensor]]:
+    wide = [int(dtype is torch.int64) for dtype in index_dtypes]
+    arguments = ([_dense(t) for t in tensors] for tensors in (thetas, locals_, residuals))
+    indices, values, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, False, False)
+    return indices, values
+
+
+def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
+    dense = _dense(residual)
+    _raw.commit(_dense(theta), _dense(local), dense)
+    apply_patch_(dense, indices, torch.zeros(indices.shape))
+    if not residual.is_contiguous():
+        residual.detach().copy_(dense)
+
+
+def first_bad_index(indices: Tensor, numel: int) -> int:
+    return int(_raw.first_bad_index(_dense(indices), numel))
+
+
+def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> None:
+    _raw.scatter(weight.detach(), _dense(indices), _dense(values), None)
+
+
+def exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    old = torch.empty(values.shape, dtype=values.dtype)
+    _raw.scatter(weight.detach(), _dense(indices), _dense(values), old)
+    return old
+
+
+def pack_indices(indices: Tensor, numel: int) -> Tensor:
+    packed: Tensor = _raw.pack(_dense(indices), numel)
+    return packed
+
+
+def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
+    indices, error = _raw.unpack(_dense(packed), index_dtype is torch.int64)
+    if error:
+        raise PatchFormatError(f"packed indices: {error}; the bytes are damaged or not from pack_indices")
+    result: Tensor = indices
+    return result
+
+
+def digest(tensor: Tensor, key: int, start: int) -> Tensor:
+    result: Tensor = _raw.digest(_dense(tensor), key, start)
+    return result
+
+
+def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:
+    result: Tensor = _raw.digest_update(_dense(digest), _dense(indices), _dense(old), _dense(new), key)
+    return result
+
+
+def encode_gaps(indices: Tensor, start: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    top, low, escapes = _raw.encode_gaps(_dense(indices), start, shift)
+    return top, low, escapes
+
+
+def decode_gaps(top: Tensor, low: Tensor, escapes: Tensor, start: int, stop: int, index_dtype: torch.dtype) -> Tensor:
+    indices, bad = _raw.decode_gaps(top, low, escapes, start, stop, index_dtype is torch.int64)
+    if bad >= 0:
+        raise PatchFormatError(f"gaps: entry {bad} leaves [{start}, {stop}) or its escape bytes are wrong")
+    result: Tensor = indices
+    return result
+
+
+def encode_values(values: Tensor, base: Tensor | None) -> Tensor:
+    base = None if base is None else _dense(base)
+    planes: Tensor = _raw.encode_values(_dense(values), base, values.dtype.is_floating_point)
+    return planes
+
+
+def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
+    values = torch.empty(planes.numel() // dtype.itemsize, dtype=dtype)
+    base = None if base is None else _dense(base)
+    _raw.decode_values(planes, base, dtype.is_floating_point, values)
+    return values

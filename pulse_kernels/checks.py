@@ -1,0 +1,152 @@
+"""Argument checks shared by every operator and back end: what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GATE_DTYPES = (torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+INT32_NUMEL = 2**31 - 1
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def same_place(op: str, **tensors: Tensor) -> None:
+    (first_name, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{op}: {first_name} is on {first.device} and {name} on {tensor.device}; move them to one device"
+            )
+
+
+def same_shape(op: str, **tensors: Tensor) -> None:
+    (first_name, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}; "
+                "both must have the same shape"
+            )
+
+
+def has_dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        expected = " or ".join(short(dtype) for dtype in allowed)
+        raise TypeError(f"{op}: {name} is {short(tensor.dtype)}, expected {expected}; convert it before the call")
+
+
+def plain_dtype(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.element_size() not in (1, 2, 4, 8):
+        raise TypeError(f"{op}: {name} is {short(tensor.dtype)}, expected a dtype of 1, 2, 4 or 8 bytes")
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is {tensor.layout} (quantized: {tensor.is_quantized}), expected a strided tensor")
+
+
+def writable(op: str, name: str, tensor: Tensor) -> None:
+    """Refuse tensors in which two positions share memory: a write to one would change the other."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{op}: {name} is an expanded tensor whose elements share memory; pass .contiguous()")
+    span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if span < tensor.numel():
+        raise ValueError(f"{op}: elements of {name} overlap in memory; pass .contiguous()")
+
+
+def index_dtype(op: str, numel: int, asked: torch.dtype | None) -> torch.dtype:
+    if asked is None:
+        return torch.int32 if numel <= INT32_NUMEL else torch.int64
+    if asked not in INDEX_DTYPES:
+        raise TypeError(f"{op}: index_dtype is {short(asked)}, expected int32 or int64")
+    if asked is torch.int32 and numel > INT32_NUMEL:
+        raise ValueError(f"{op}: {numel} elements do not fit int32 indices; pass index_dtype=torch.int64")
+    return asked
+
+
+def vector(op: str, name: str, tensor: Tensor, length_of: tuple[str, Tensor] | None = None) -> None:
+    if tensor.dim() != 1:
+        raise ValueError(f"{op}: {name} has {tensor.dim()} dimensions, expected 1; pass .flatten()")
+    if length_of is not None and tensor.numel() != length_of[1].numel():
+        raise ValueError(
+            f"{op}: {name} has {tensor.numel()} entries, {length_of[0]} has {length_of[1].numel()}; "
+            "they must be equally long"
+        )
+
+
+def indices(op: str, tensor: Tensor) -> None:
+    has_dtype(op, "indices", tensor, INDEX_DTYPES)
+    vector(op, "indices", tensor)
+
+
+def index_order(op: str, tensor: Tensor, numel: int, bad: int) -> None:
+    """Raise IndexError for the entry ``bad`` of ``tensor`` that a back end reported; -1 means none."""
+    if bad < 0:
+        return
+    value = int(tensor[bad])
+    if not 0 <= value < numel:
+        raise IndexError(f"{op}: indices[{bad}] is {value}, expected 0 <= index < {numel}; nothing was changed")
+    raise IndexError(
+        f"{op}: indices[{bad}] is {value} after {int(tensor[bad - 1])}; indices must be strictly increasing "
+        "(sorted, no duplicates); nothing was changed"
+    )
+
+
+def gate(op: str, master: Tensor, weight: Tensor) -> None:
+    has_dtype(op, "master", master, (torch.float32,))
+    has_dtype(op, "weight", weight, GATE_DTYPES)
+    plain_dtype(op, "master", master)
+    plain_dtype(op, "weight", weight)
+    same_shape(op, master=master, weight=weight)
+    same_place(op, master=master, weight=weight)
+
+
+def diff(op: str, new: Tensor, old: Tensor) -> None:
+    plain_dtype(op, "new", new)
+    plain_dtype(op, "old", old)
+    if new.dtype != old.dtype:
+        raise TypeError(f"{op}: new is {short(new.dtype)} and old is {short(old.dtype)}; both must have one dtype")
+    same_shape(op, new=new, old=old)
+    same_place(op, new=new, old=old)
+
+
+def residual(op: str, theta: Tensor, local: Tensor, residual: Tensor) -> None:
+    for name, tensor in (("theta", theta), ("local", local), ("residual", residual)):
+        has_dtype(op, name, tensor, (torch.float32,))
+        plain_dtype(op, name, tensor)
+    same_shape(op, theta=theta, local=local, residual=residual)
+    same_place(op, theta=theta, local=local, residual=residual)
+
+
+def patch(op: str, weight: Tensor, indices_: Tensor, values: Tensor) -> None:
+    plain_dtype(op, "weight", weight)
+    writable(op, "weight", weight)
+    indices(op, indices_)
+    vector(op, "values", values, ("indices", indices_))
+    if values.dtype != weight.dtype:
+        raise TypeError(
+            f"{op}: values are {short(values.dtype)}, weight is {short(weight.dtype)}; values must have its dtype"
+        )
+    same_place(op, weight=weight, indices=indices_, values=values)
+
+
+def equally_many(op: str, **lists: Sequence[object]) -> None:
+    (first_name, first), *others = lists.items()
+    for name, items in others:
+        if len(items) != len(first):
+            raise ValueError(f"{op}: {len(first)} {first_name} and {len(items)} {name}; pass equally many of each")
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether any two tensors of the list may overlap (tied weights): such lists are worked through in order."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size()))
+    spans.sort()
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in zip(spans, spans[1:], strict=False))

@@ -1,0 +1,27 @@
+"""The errors this package raises, beside Python's own TypeError, ValueError and IndexError for bad arguments.
+
+Every message says what was found, what was expected and what to do. Whoever raises one of these has left every
+tensor and file as it was.
+"""
+
+from __future__ import annotations
+
+
+class PulseError(Exception):
+    """Base of every error that is this package's own."""
+
+
+class PatchFormatError(PulseError, ValueError):
+    """Bytes that are no patch, or a damaged one; names the tensor and the field."""
+
+
+class BaseMismatchError(PulseError, ValueError):
+    """A patch was offered to weights that are not its base; names both digests or the tensor that differs."""
+
+
+class VerificationError(PulseError):
+    """Weights are not what the patch's digest says they must be; they were rolled back."""
+
+
+class CheckpointError(PulseError):
+    """A checkpoint file or folder that cannot be read or written as asked."""
