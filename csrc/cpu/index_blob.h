@@ -69,7 +69,7 @@ class Packer {
         const int n = used(b), width = widths_[b];
         if (n == kIndexBlock && width <= 32) {
           gaps_of(kernels_, block, n, gaps, &all);
-          kernels_.pack[width](gaps, words);
+          pack_by_width[width](gaps, words);
         } else {
           std::memset(words, 0, block_bytes(n, width));
           for (int k = 1; k < n; ++k) put_gap(words, k, width, gap(block, k));
@@ -111,8 +111,7 @@ class Packer {
 // Reads a blob that nobody vouches for. `error` says what is wrong; empty when all is well.
 class Unpacker {
  public:
-  Unpacker(const KernelTable& kernels, const uint8_t* blob, uint64_t size)
-      : kernels_(kernels), blob_(blob), error_(check(size)) {}
+  Unpacker(const uint8_t* blob, uint64_t size) : blob_(blob), error_(check(size)) {}
 
   const std::string& error() const { return error_; }
   uint64_t count() const { return header_.count; }
@@ -167,18 +166,10 @@ class Unpacker {
     std::memcpy(&position, blob_ + tables_.bases_at + b * tables_.base_bytes, tables_.base_bytes);
     if (position >= header_.numel) return false;
     if (n == kIndexBlock && w <= 32) {
-      uint32_t gaps[kIndexBlock];
-      kernels_.unpack[w](words, gaps);
-      if (gaps[0] != 0) return false;
       // 256 gaps under 2^32 cannot wrap 64 bits, so the last position bounds them all.
-      out[0] = static_cast<Index>(position);
-      for (int k = 1; k < kIndexBlock; ++k) {
-        position += gaps[k] + uint64_t{1};
-        out[k] = static_cast<Index>(position);
-      }
-      return position < header_.numel;
+      return get_gap(words, 0, w) == 0 && unpack_full(words, w, position, out) < header_.numel;
     }
-    if (w > 0 && get_gap(words, 0, w) != 0) return false;
+    if (get_gap(words, 0, w) != 0) return false;
     out[0] = static_cast<Index>(position);
     for (int k = 1; k < n; ++k) {
       const uint64_t gap = get_gap(words, k, w);
@@ -193,13 +184,18 @@ class Unpacker {
     }
     return true;
   }
+  static uint64_t unpack_full(const uint8_t* words, int width, uint64_t base, int32_t* out) {
+    return unpack32_by_width[width](words, base, out);
+  }
+  static uint64_t unpack_full(const uint8_t* words, int width, uint64_t base, int64_t* out) {
+    return unpack64_by_width[width](words, base, out);
+  }
   int width(uint64_t b) const { return blob_[tables_.widths_at + b]; }
   int used(uint64_t b) const {
     const uint64_t left = header_.count - b * kIndexBlock;
     return static_cast<int>(left < kIndexBlock ? left : kIndexBlock);
   }
 
-  const KernelTable& kernels_;
   const uint8_t* blob_;
   IndexHeader header_{};
   IndexTables tables_{};

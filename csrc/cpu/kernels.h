@@ -25,19 +25,21 @@ struct CompactSink {
 using CompactFn = int64_t (*)(const CompactItem&, int64_t begin, int64_t end, const CompactSink&, bool update);
 using MaskFn = void (*)(const CompactItem&, int64_t begin, int64_t end, uint8_t* mask);
 using CommitFn = void (*)(const float* theta, const float* local, float* residual, int64_t begin, int64_t end);
-// Adds the digest of whole blocks of 256 elements; `slots` holds slot_factor of lane 0 and 1, 256 each.
+// Adds the digest of whole blocks of 256 elements; `slots` holds slot_factor of lane 0 and 1, 256 each, and one more.
 using DigestFn = void (*)(const void* data, int64_t blocks, uint64_t first_block, const uint64_t seeds[2],
                           const uint32_t* slots, uint64_t sums[2]);
 // gap[k] = indices[k] - indices[k - 1] - 1, gap[0] = 0; returns the OR of all. 32-bit gaps; false if one is wider.
 using Gaps32Fn = bool (*)(const int32_t* indices, int used, uint32_t* gaps, uint32_t* all);
 using Gaps64Fn = bool (*)(const int64_t* indices, int used, uint32_t* gaps, uint32_t* all);
-using PackFn = void (*)(const uint32_t* gaps, uint8_t* words);      // 256 gaps
-using UnpackFn = void (*)(const uint8_t* words, uint32_t* gaps);    // 256 gaps
+using PackFn = void (*)(const uint32_t* gaps, uint8_t* words);  // a full block of 256 gaps
+using Unpack32Fn = uint64_t (*)(const uint8_t* words, uint64_t base, int32_t* positions);
+using Unpack64Fn = uint64_t (*)(const uint8_t* words, uint64_t base, int64_t* positions);
 using Sorted32Fn = bool (*)(const int32_t* indices, int64_t n, int64_t numel);
 using Sorted64Fn = bool (*)(const int64_t* indices, int64_t n, int64_t numel);
 
 extern const PackFn pack_by_width[33];      // widths 0..32
-extern const UnpackFn unpack_by_width[33];
+extern const Unpack32Fn unpack32_by_width[33];
+extern const Unpack64Fn unpack64_by_width[33];
 
 struct KernelTable {
   const char* name;
@@ -47,8 +49,6 @@ struct KernelTable {
   DigestFn digest1, digest2, digest4, digest8;
   Gaps32Fn gaps32;
   Gaps64Fn gaps64;
-  const PackFn* pack;
-  const UnpackFn* unpack;
   Sorted32Fn sorted32;     // strictly increasing within [0, numel)
   Sorted64Fn sorted64;
 };

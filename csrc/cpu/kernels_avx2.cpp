@@ -161,9 +161,9 @@ inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
     const __m256i even = widen(k), odd = _mm256_srli_epi64(even, 32);
 #pragma GCC unroll 2
     for (int lane = 0; lane < 2; ++lane) {
-      const __m256i factor = load(slots + lane * kDigestBlock + k);
-      acc[lane][0] = _mm256_add_epi64(acc[lane][0], _mm256_mul_epu32(even, factor));
-      acc[lane][1] = _mm256_add_epi64(acc[lane][1], _mm256_mul_epu32(odd, _mm256_srli_epi64(factor, 32)));
+      const uint32_t* factors = slots + lane * kDigestBlock + k;  // loaded one further, the odd ones lie low
+      acc[lane][0] = _mm256_add_epi64(acc[lane][0], _mm256_mul_epu32(even, load(factors)));
+      acc[lane][1] = _mm256_add_epi64(acc[lane][1], _mm256_mul_epu32(odd, load(factors + 1)));
     }
   }
   for (int lane = 0; lane < 2; ++lane) sums[lane] = sum_lanes(_mm256_add_epi64(acc[lane][0], acc[lane][1]));

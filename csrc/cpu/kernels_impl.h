@@ -1,7 +1,8 @@
 // The inner loops, written once over `Isa`, which supplies 64-element comparison masks and 256-element digest sums.
 // Included by one source file an instruction set, inside that file's anonymous namespace, after its `struct Isa`.
 
-inline int lowest_bit(uint64_t mask) { return __builtin_ctzll(mask); }
+// 63 for an empty mask, whose bit is never used.
+inline uint32_t lowest_bit(uint64_t mask) { return static_cast<uint32_t>(__builtin_ctzll(mask | 1ull << 63)); }
 
 // ---- comparisons: changed(i), value(i), old(i), store(i, value), and a mask of 64 -----------------------------------
 
@@ -70,28 +71,42 @@ struct Residual {
   }
 };
 
-// Changes are rare: the mask of 64 elements decides, and only set bits cost more than the read.
+// Two steps over a stretch that stays in the L2 cache: positions, then values. Changes are rare and their number in 64
+// elements is unpredictable, so the first two positions are written without a branch (the sink has room: it holds at
+// most as many as there were elements), and the second step has no branch to mispredict at all.
 template <class Comparison>
 int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const CompactSink& sink, bool update) {
   using Value = typename Comparison::Value;
+  constexpr int64_t kStretch = 8192;
   const Comparison compare(item);
   auto* values = static_cast<Value*>(sink.values);
   auto* old_values = static_cast<Value*>(sink.old_values);
+  uint32_t* const positions = sink.positions;
   int64_t found = 0;
-  auto emit = [&](int64_t i) {
-    const Value value = compare.value(i);
-    sink.positions[found] = static_cast<uint32_t>(i - begin);
-    values[found] = value;
-    if (old_values != nullptr) old_values[found] = compare.old(i);
-    if (update) compare.store(i, value);
-    ++found;
-  };
-  int64_t i = begin;
-  for (; i + 64 <= end; i += 64) {
-    for (uint64_t mask = compare.mask64(i); mask != 0; mask &= mask - 1) emit(i + lowest_bit(mask));
-  }
-  for (; i < end; ++i) {
-    if (compare.changed(i)) emit(i);
+  for (int64_t stretch = begin; stretch < end; stretch += kStretch) {
+    const int64_t stretch_end = stretch + kStretch < end ? stretch + kStretch : end, first = found;
+    int64_t i = stretch;
+    for (; i + 64 <= stretch_end; i += 64) {
+      uint64_t mask = compare.mask64(i);
+      const auto at = static_cast<uint32_t>(i - begin);
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+        positions[found] = at + lowest_bit(mask);
+        found += mask != 0;
+        mask &= mask - 1;
+      }
+      for (; mask != 0; mask &= mask - 1) positions[found++] = at + lowest_bit(mask);
+    }
+    for (; i < stretch_end; ++i) {
+      if (compare.changed(i)) positions[found++] = static_cast<uint32_t>(i - begin);
+    }
+    for (int64_t k = first; k < found; ++k) values[k] = compare.value(begin + positions[k]);
+    if (old_values != nullptr) {
+      for (int64_t k = first; k < found; ++k) old_values[k] = compare.old(begin + positions[k]);
+    }
+    if (update) {
+      for (int64_t k = first; k < found; ++k) compare.store(begin + positions[k], values[k]);
+    }
   }
   return found;
 }
@@ -201,8 +216,6 @@ constexpr KernelTable make_table(const char* name) {
       digest_blocks<uint64_t, Isa::digest8>,
       gaps_of_block<int32_t, uint32_t>,
       gaps_of_block<int64_t, uint64_t>,
-      pack_by_width,
-      unpack_by_width,
       sorted_within<int32_t>,
       sorted_within<int64_t>,
   };

@@ -30,13 +30,15 @@ void pack_block(const uint32_t* gaps, uint8_t* words) {
   }
 }
 
-template <int Width>
-void unpack_block(const uint8_t* words, uint32_t* gaps) {
+// Positions straight from the words: the running sum stays in a register. Returns the last position.
+template <class Index, int Width>
+uint64_t unpack_block(const uint8_t* words, uint64_t base, Index* positions) {
+  uint64_t position = base - 1;  // entry 0 stores a gap of 0
   if constexpr (Width == 0) {
-    __builtin_memset(gaps, 0, kIndexBlock * sizeof(uint32_t));
+    for (int k = 0; k < kIndexBlock; ++k) positions[k] = static_cast<Index>(++position);
   } else {
     constexpr uint64_t low = (1ull << Width) - 1;
-    for (int group = 0; group < kIndexBlock / 64; ++group, gaps += 64, words += 8 * Width) {
+    for (int group = 0; group < kIndexBlock / 64; ++group, positions += 64, words += 8 * Width) {
       uint64_t word, next;
       __builtin_memcpy(&word, words, 8);
       int used = 0, at = 1;
@@ -54,11 +56,18 @@ void unpack_block(const uint8_t* words, uint32_t* gaps) {
         } else {
           used += Width;
         }
-        gaps[k] = static_cast<uint32_t>(gap & low);
+        position += (gap & low) + 1;
+        positions[k] = static_cast<Index>(position);
       }
     }
   }
+  return position;
 }
+
+template <int Width>
+constexpr auto unpack32 = unpack_block<int32_t, Width>;
+template <int Width>
+constexpr auto unpack64 = unpack_block<int64_t, Width>;
 
 }  // namespace
 
@@ -67,6 +76,7 @@ void unpack_block(const uint8_t* words, uint32_t* gaps) {
       f<17>, f<18>, f<19>, f<20>, f<21>, f<22>, f<23>, f<24>, f<25>, f<26>, f<27>, f<28>, f<29>, f<30>, f<31>, f<32>
 
 const PackFn pack_by_width[33] = {PULSE_WIDTHS(pack_block)};
-const UnpackFn unpack_by_width[33] = {PULSE_WIDTHS(unpack_block)};
+const Unpack32Fn unpack32_by_width[33] = {PULSE_WIDTHS(unpack32)};
+const Unpack64Fn unpack64_by_width[33] = {PULSE_WIDTHS(unpack64)};
 
 }  // namespace pulse

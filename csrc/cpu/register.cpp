@@ -255,7 +255,7 @@ Tensor pack(const Tensor& indices, int64_t numel) {
 std::tuple<Tensor, std::string> unpack(const Tensor& packed, bool wide) {
   require(element_size(packed) == 1, "packed must be bytes");
   TorchRunner runner;
-  Unpacker unpacker(best_kernels(), static_cast<const uint8_t*>(read(packed)), packed.numel());
+  Unpacker unpacker(static_cast<const uint8_t*>(read(packed)), packed.numel());
   const auto dtype = wide ? ScalarType::Long : ScalarType::Int;
   if (!unpacker.error().empty()) return {fresh(packed, 0, dtype), unpacker.error()};
   require(wide || unpacker.numel() <= INT32_MAX, "too many elements for int32 indices");

@@ -14,8 +14,9 @@ constexpr int64_t kUpdateTask = 1 << 14;  // changed entries
 
 struct DigestKey {
   uint64_t seeds[2];
-  uint32_t slots[2 * kDigestBlock];
+  uint32_t slots[2 * kDigestBlock + 1];  // one more: a vector load of the odd factors ends on it
   explicit DigestKey(uint64_t key) {
+    slots[2 * kDigestBlock] = 0;
     for (int lane = 0; lane < 2; ++lane) {
       seeds[lane] = digest_seed(key, lane);
       for (int k = 0; k < kDigestBlock; ++k) slots[lane * kDigestBlock + k] = slot_factor(seeds[lane], k);
