@@ -1,5 +1,6 @@
 """Fused kernels for lossless sparse weight synchronisation in RL post-training (PULSE, arXiv 2602.03839)."""
 
+from pulse_kernels import codec as _codec  # noqa: F401  # installs itself behind Patch.to_bytes and its kin
 from pulse_kernels.errors import BaseMismatchError, CheckpointError, PatchFormatError, PulseError, VerificationError
 from pulse_kernels.ops import (
     apply_patch_,
@@ -27,14 +28,19 @@ from pulse_kernels.ops import (
     visibility_mask,
     visibility_mask_many,
 )
+from pulse_kernels.patch import Patch, TensorPatch
+from pulse_kernels.state import StateDigest
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BaseMismatchError",
     "CheckpointError",
+    "Patch",
     "PatchFormatError",
     "PulseError",
+    "StateDigest",
+    "TensorPatch",
     "VerificationError",
     "apply_patch_",
     "apply_patch_many_",

@@ -45,7 +45,9 @@ def plain_dtype(op: str, name: str, tensor: Tensor) -> None:
     if tensor.element_size() not in (1, 2, 4, 8):
         raise TypeError(f"{op}: {name} is {short(tensor.dtype)}, expected a dtype of 1, 2, 4 or 8 bytes")
     if tensor.is_quantized or tensor.layout != torch.strided:
-        raise TypeError(f"{op}: {name} is {tensor.layout} (quantized: {tensor.is_quantized}), expected a strided tensor")
+        raise TypeError(
+            f"{op}: {name} is {tensor.layout} (quantized: {tensor.is_quantized}), expected a strided tensor"
+        )
 
 
 def writable(op: str, name: str, tensor: Tensor) -> None:

@@ -156,7 +156,11 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         return _columns_of_one(back_end.compact_many(op, [source], [target], [dtype], update, return_old))
 
     def many_fake(
-        sources: list[Tensor], targets: list[Tensor], *, index_dtype: torch.dtype | None = None, return_old: bool = False
+        sources: list[Tensor],
+        targets: list[Tensor],
+        *,
+        index_dtype: torch.dtype | None = None,
+        return_old: bool = False,
     ) -> tuple[list[Tensor], ...]:
         rows = [
             fake(source, target, index_dtype=index_dtype, return_old=return_old)
@@ -170,7 +174,11 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         writes,
     )
     def many(
-        sources: list[Tensor], targets: list[Tensor], *, index_dtype: torch.dtype | None = None, return_old: bool = False
+        sources: list[Tensor],
+        targets: list[Tensor],
+        *,
+        index_dtype: torch.dtype | None = None,
+        return_old: bool = False,
     ) -> tuple[list[Tensor], ...]:
         for source, target in zip(sources, targets, strict=True):
             _check_compact(op, source, target, update)
@@ -448,10 +456,9 @@ def _commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: T
 @_operator(
     "commit_residual_many_(Tensor[] thetas, Tensor[] locals, Tensor(a!)[] residuals, Tensor[] indices, *, "
     "bool check=True) -> ()",
-    lambda thetas, locals, residuals, indices, *, check=True: [
-        _commit_fake(*row) for row in zip(thetas, locals, residuals, indices, strict=True)
-    ]
-    and None,
+    lambda thetas, locals, residuals, indices, *, check=True: (
+        [_commit_fake(*row) for row in zip(thetas, locals, residuals, indices, strict=True)] and None
+    ),
     (2,),
 )
 def _commit_residual_many_(
@@ -540,10 +547,9 @@ def _apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: boo
 
 @_operator(
     "apply_patch_many_(Tensor(a!)[] weights, Tensor[] indices, Tensor[] values, *, bool check=True) -> ()",
-    lambda weights, indices, values, *, check=True: [
-        _apply_fake(*row) for row in zip(weights, indices, values, strict=True)
-    ]
-    and None,
+    lambda weights, indices, values, *, check=True: (
+        [_apply_fake(*row) for row in zip(weights, indices, values, strict=True)] and None
+    ),
     (0,),
 )
 def _apply_patch_many_(

@@ -192,6 +192,18 @@ int64_t first_bad_index(const Tensor& indices, int64_t numel) {
   return first_bad(static_cast<const int32_t*>(read(indices)), n, numel, best_kernels().sorted32);
 }
 
+// Calls call(Value{}) with the unsigned integer of `size` bytes.
+template <class Call>
+void by_size(int64_t size, const Call& call) {
+  switch (size) {
+    case 1: return call(uint8_t{});
+    case 2: return call(uint16_t{});
+    case 4: return call(uint32_t{});
+    case 8: return call(uint64_t{});
+    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
+  }
+}
+
 template <class Value, class Index>
 void scatter_typed(const Tensor& weight, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                    const Tensor& indices, const Tensor& values, const std::optional<Tensor>& old_values) {
@@ -216,21 +228,31 @@ void scatter_values(const Tensor& weight, const Tensor& indices, const Tensor& v
     sizes.push_back(weight.size(d));
     strides.push_back(weight.stride(d));
   }
-  const auto go = [&](auto value) {
+  by_size(size, [&](auto value) {
     using Value = decltype(value);
     if (is_wide(indices)) {
       scatter_typed<Value, int64_t>(weight, sizes, strides, indices, values, old_values);
     } else {
       scatter_typed<Value, int32_t>(weight, sizes, strides, indices, values, old_values);
     }
-  };
-  switch (size) {
-    case 1: return go(uint8_t{});
-    case 2: return go(uint16_t{});
-    case 4: return go(uint32_t{});
-    case 8: return go(uint64_t{});
-    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
-  }
+  });
+}
+
+// Values at checked positions of a contiguous tensor.
+Tensor gather_values(const Tensor& weight, const Tensor& indices) {
+  const int64_t n = indices.numel();
+  Tensor values = fresh(weight, n);
+  const void *w = read(weight), *i = read(indices);
+  void* out = values.mutable_data_ptr();
+  by_size(element_size(weight), [&](auto value) {
+    using V = decltype(value);
+    if (is_wide(indices)) {
+      gather(static_cast<const V*>(w), static_cast<const int64_t*>(i), static_cast<V*>(out), n);
+    } else {
+      gather(static_cast<const V*>(w), static_cast<const int32_t*>(i), static_cast<V*>(out), n);
+    }
+  });
+  return values;
 }
 
 // ---- packed indices -------------------------------------------------------------------------------------------------
@@ -297,7 +319,7 @@ Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Te
   auto* out = static_cast<uint64_t*>(result.mutable_data_ptr());
   std::memcpy(out, read(before), 16);
   const void *o = read(old_values), *v = read(new_values), *i = read(indices);
-  const auto go = [&](auto value) {
+  by_size(size, [&](auto value) {
     using V = decltype(value);
     const auto *from = static_cast<const V*>(o), *to = static_cast<const V*>(v);
     if (is_wide(indices)) {
@@ -305,14 +327,7 @@ Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Te
     } else {
       digest_update(runner, static_cast<const int32_t*>(i), from, to, n, key, out);
     }
-  };
-  switch (size) {
-    case 1: go(uint8_t{}); break;
-    case 2: go(uint16_t{}); break;
-    case 4: go(uint32_t{}); break;
-    case 8: go(uint64_t{}); break;
-    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
-  }
+  });
   return result;
 }
 
@@ -355,17 +370,11 @@ std::tuple<Tensor, int64_t> bytes_to_gaps(const Tensor& top, const Tensor& low, 
 
 template <class Call>
 void by_size_and_kind(int64_t size, bool is_float, bool based, const Call& call) {
-  const auto kinds = [&](auto value) {
+  by_size(size, [&](auto unsigned_value) {
+    const std::make_signed_t<decltype(unsigned_value)> value{};
     if (!based) return call(value, std::false_type{}, std::false_type{});
     return is_float ? call(value, std::true_type{}, std::true_type{}) : call(value, std::false_type{}, std::true_type{});
-  };
-  switch (size) {
-    case 1: return kinds(int8_t{});
-    case 2: return kinds(int16_t{});
-    case 4: return kinds(int32_t{});
-    case 8: return kinds(int64_t{});
-    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
-  }
+  });
 }
 
 Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool is_float) {
@@ -375,7 +384,7 @@ Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool i
   auto* out = static_cast<uint8_t*>(planes.mutable_data_ptr());
   const void *v = read(values), *b = base ? read(*base) : nullptr;
   by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
-    using S = decltype(value);
+    using S = std::remove_const_t<decltype(value)>;
     encode_values<S, float_kind.value, based.value>(static_cast<const S*>(v), static_cast<const S*>(b), n, out);
   });
   return planes;
@@ -390,7 +399,7 @@ void planes_to_values(const Tensor& planes, std::optional<Tensor> base, bool is_
   const void* b = base ? read(*base) : nullptr;
   void* out = write(values);
   by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
-    using S = decltype(value);
+    using S = std::remove_const_t<decltype(value)>;
     decode_values<S, float_kind.value, based.value>(in, static_cast<const S*>(b), n, static_cast<S*>(out));
   });
 }
@@ -411,6 +420,7 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def("commit(Tensor theta, Tensor local, Tensor(a!) residual) -> ()");
   m.def("first_bad_index(Tensor indices, int numel) -> int");
   m.def("scatter(Tensor(a!) weight, Tensor indices, Tensor values, Tensor(b!)? old_values) -> ()");
+  m.def("gather(Tensor weight, Tensor indices) -> Tensor");
   m.def("pack(Tensor indices, int numel) -> Tensor");
   m.def("unpack(Tensor packed, bool wide) -> (Tensor, str)");
   m.def("digest(Tensor tensor, int key, int start) -> Tensor");
@@ -429,6 +439,7 @@ STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("commit", TORCH_BOX(&pulse::commit));
   m.impl("first_bad_index", TORCH_BOX(&pulse::first_bad_index));
   m.impl("scatter", TORCH_BOX(&pulse::scatter_values));
+  m.impl("gather", TORCH_BOX(&pulse::gather_values));
   m.impl("pack", TORCH_BOX(&pulse::pack));
   m.impl("unpack", TORCH_BOX(&pulse::unpack));
   m.impl("digest", TORCH_BOX(&pulse::state_digest));

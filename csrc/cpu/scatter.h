@@ -54,4 +54,13 @@ void scatter(Runner& runner, Value* weight, const Index* indices, const Value* v
   });
 }
 
+// Serial: the codec runs one a segment, many at once.
+template <class Value, class Index>
+void gather(const Value* weight, const Index* indices, Value* values, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) {
+    if (k + kPrefetch < n) __builtin_prefetch(weight + indices[k + kPrefetch]);
+    values[k] = weight[indices[k]];
+  }
+}
+
 }  // namespace pulse

@@ -120,6 +120,11 @@ def exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return old
 
 
+def gather(weight: Tensor, indices: Tensor) -> Tensor:
+    values: Tensor = _raw.gather(_dense(weight), _dense(indices))
+    return values
+
+
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
     packed: Tensor = _raw.pack(_dense(indices), numel)
     return packed

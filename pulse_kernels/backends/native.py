@@ -52,7 +52,7 @@ def cpu_library_or_warn() -> bool:
     library = cpu_library()
     if not library.loaded and os.environ.get("PULSE_NATIVE") != "0":
         warnings.warn(
-            f"pulse_kernels: CPU tensors use the slow reference back end ({library.reason}); see `pulse-kernels doctor`",
+            f"pulse_kernels: CPU tensors use the slow reference ({library.reason}); see `pulse-kernels doctor`",
             stacklevel=2,
         )
     return library.loaded

@@ -165,6 +165,11 @@ def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> None:
     exchange_patch_(weight, indices, values)
 
 
+def gather(weight: Tensor, indices: Tensor) -> Tensor:
+    """Values at checked positions."""
+    return bits(weight)[indices.long()].view(weight.dtype)
+
+
 # ---- packed indices (layout: docs/format.md) ------------------------------------------------------------------------
 
 BLOCK = 256
@@ -286,7 +291,7 @@ def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
         # Each gap is under 2^63 but 256 of them may wrap: a wrapped sum shows as a step down.
         positions = steps.cumsum(0)
         lower = positions[:-1] if used > 1 else positions[:0]
-        if bool((positions[1:] <= lower).any()) or not 0 <= int(positions[0]) or int(positions[-1]) >= numel:
+        if bool((positions[1:] <= lower).any()) or not int(positions[0]) >= 0 or int(positions[-1]) >= numel:
             raise PatchFormatError(f"packed indices: block {block} leaves [0, {numel})")
         if block and int(positions[0]) <= int(out[block * BLOCK - 1]):
             raise PatchFormatError(f"packed indices: block {block} does not start after the one before it")

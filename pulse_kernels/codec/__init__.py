@@ -1,0 +1,315 @@
+"""Patch <-> bytes. Profiles: "fast" (bit-packed gaps, raw values) and "balanced" (default: gap bytes, values as
+differences to the base, zstd level 1). The bytes are specified in docs/format.md.
+
+streams.py    parts of a stream: zstd, raw or zero
+segment.py    one segment of a tensor: indices and values
+header.py     the patch header and what is refused in one
+container.py  the safetensors file around both
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pulse_kernels import patch as _patch
+from pulse_kernels.backends import for_device
+from pulse_kernels.codec.container import PatchBuilder, PatchReader
+from pulse_kernels.codec.header import PatchHeader, TensorHeader, name_problem
+from pulse_kernels.codec.segment import (
+    PROFILES,
+    SEGMENT_NUMEL,
+    Segment,
+    bounds,
+    decode_indices,
+    decode_values,
+    encode_changes,
+    encode_whole,
+)
+from pulse_kernels.dtypes import dtype_name
+from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError
+from pulse_kernels.patch import Patch, TensorPatch
+from pulse_kernels.state import StateDigest
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+# Where no base bounds a patch's decoded size: a ratio no real patch comes near, above a size nobody minds.
+_MAX_EXPANSION = 256
+_FREE_BYTES = 1 << 28
+
+
+def parallel_map(function: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
+    """``[function(item) for item in items]``, in order, on up to ``threads`` threads."""
+    threads = min(threads, len(items))
+    if threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))
+
+
+def _threads(profile: str) -> int:
+    # `fast` has nothing but operators that are themselves parallel.
+    return 1 if profile == "fast" else torch.get_num_threads()
+
+
+def _checked_profile(profile: str) -> str:
+    if profile not in PROFILES:
+        raise ValueError(f"profile is {profile!r}, expected one of {', '.join(PROFILES)}")
+    return profile
+
+
+def tensor_header(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorHeader:
+    """The header of a tensor without segments; ValueError for a name that no reader would take."""
+    if problem := name_problem(name):
+        raise ValueError(f"tensor name {name!r:.80} cannot go into a patch: {problem}; rename the tensor")
+    return TensorHeader(name, dtype_name(dtype), tuple(shape))
+
+
+def _old_values(item: TensorPatch, base: Mapping[str, Tensor] | None, profile: str) -> Tensor | None:
+    if profile == "fast":
+        return None
+    if item.old_values is not None:
+        return item.old_values.cpu()
+    if base is None:
+        raise ValueError(
+            f"profile {profile!r} codes the values of {item.name!r} against the base, and the patch does not know the "
+            "old values; pass base=<the old tensors>, or use profile='fast'"
+        )
+    tensor = _base_tensor(base, item.name, item.dtype, item.shape)
+    indices = item.indices.to(tensor.device)
+    return for_device(tensor.device.type).gather(tensor, indices).cpu()
+
+
+def _base_tensor(base: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if name not in base:
+        raise BaseMismatchError(f"the base lacks {name!r}, which the patch changes; pass the patch's own base")
+    tensor = base[name]
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise BaseMismatchError(
+            f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the base, the patch was made for {dtype} {list(shape)}"
+        )
+    return tensor
+
+
+def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+    profile = _checked_profile(profile)
+    header = PatchHeader(
+        *(profile, patch.base_version, patch.version, patch.base_digest, patch.digest),
+        [tensor_header(item.name, item.dtype, item.shape) for item in patch.tensors.values()],
+        [tensor_header(name, tensor.dtype, tensor.shape) for name, tensor in patch.added.items()],
+        patch.removed,
+        patch.layout,
+    )
+    builder = PatchBuilder(header)
+    jobs: list[tuple[TensorHeader, Callable[[], Segment]]] = []
+    for target, item in zip(header.tensors, patch.tensors.values(), strict=True):
+        old = _old_values(item, base, profile)
+        indices, values = item.indices.cpu(), item.values.cpu()
+        for start, numel, first, last in bounds(indices, item.numel):
+            part = slice(first, last)
+            before = None if old is None else old[part]
+            jobs.append((target, _later(encode_changes, start, numel, indices[part], values[part], before, profile)))
+    for target, tensor in zip(header.added, patch.added.values(), strict=True):
+        flat = tensor.detach().cpu().reshape(-1)
+        for start in range(0, flat.numel(), SEGMENT_NUMEL):
+            jobs.append((target, _later(encode_whole, start, flat[start : start + SEGMENT_NUMEL], profile)))
+    for (target, _), segment in zip(jobs, parallel_map(lambda job: job[1](), jobs, _threads(profile)), strict=True):
+        builder.add(target, segment)
+    return builder
+
+
+def _later(function: Callable[..., Segment], *args: Any) -> Callable[[], Segment]:
+    return lambda: function(*args)
+
+
+def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes:
+    """See ``Patch.to_bytes``."""
+    return b"".join(_build(patch, profile, base).chunks())
+
+
+def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
+    """Write a patch file under a temporary name, sync, rename; returns its bytes."""
+    target = Path(path)
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".pulse-", suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            size = sum(file.write(chunk) for chunk in builder.chunks())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+        temporary = None
+        return size
+    except OSError as error:
+        raise PulseError(
+            f"{target}: cannot write the patch: {error.strerror or error}; nothing was left behind. Check the folder, "
+            "its permissions and its free space"
+        ) from error
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def save(patch: Patch, path: str | os.PathLike[str], profile: str, base: Mapping[str, Tensor] | None) -> int:
+    """See ``Patch.save``."""
+    return save_builder(_build(patch, profile, base), path)
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a patch file; PulseError where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise PulseError(f"{path}: cannot read the patch: {error.strerror or error}; check the path") from error
+
+
+def peek(buffer: Any) -> PatchHeader:
+    """See ``Patch.peek``."""
+    return PatchReader(buffer).header
+
+
+def _check_size(header: PatchHeader, file_bytes: int, based: bool, limit: int | None) -> None:
+    """Bound what decoding may allocate before it allocates anything."""
+    if limit is None and not based:
+        limit = max(_FREE_BYTES, _MAX_EXPANSION * file_bytes)
+    if limit is None:
+        added = sum(tensor.nbytes for tensor in header.added)
+        # Changed tensors are as large as the base's, which exist; added ones have only the file to show for them.
+        if added > max(_FREE_BYTES, _MAX_EXPANSION * file_bytes):
+            raise PatchFormatError(
+                f"added tensors: {added} bytes out of a file of {file_bytes}; if that is right, pass max_decoded_bytes"
+            )
+        return
+    if header.decoded_bytes > limit:
+        raise PatchFormatError(
+            f"the patch would take {header.decoded_bytes} bytes of memory, the limit is {limit} for a file of "
+            f"{file_bytes}; if that is right, pass max_decoded_bytes"
+        )
+
+
+def decode(
+    buffer: Any, base: Mapping[str, Tensor] | None, current_digest: str | None, max_decoded_bytes: int | None
+) -> Patch:
+    """See ``Patch.from_bytes``."""
+    reader = PatchReader(buffer)
+    header = reader.header
+    if base is None and header.needs_base:
+        raise ValueError(
+            f"this patch codes values against its base (digest {header.base_digest}); pass base=<the old tensors>"
+        )
+    if base is not None:
+        for item in header.tensors:
+            _base_tensor(base, item.name, item.dtype, item.shape)
+    _check_size(header, memoryview(buffer).nbytes, base is not None, max_decoded_bytes)
+    if base is not None and header.base_digest and header.needs_base:
+        _check_base_digest(header, base, current_digest)
+    jobs = list(reader.streams())
+
+    def work(job: tuple[TensorHeader, int, memoryview, memoryview]) -> tuple[Tensor | None, Tensor]:
+        tensor, s, index_stream, value_stream = job
+        return decode_segment(tensor, s, index_stream, value_stream, None if base is None else base.get(tensor.name))
+
+    parts: dict[int, list[tuple[Tensor | None, Tensor]]] = {}
+    results = parallel_map(work, jobs, _threads(header.profile))
+    for job, result in zip(jobs, results, strict=True):
+        parts.setdefault(id(job[0]), []).append(result)
+    tensors = {item.name: _join_changes(item, parts.get(id(item), [])) for item in header.tensors}
+    added = {item.name: _join_whole(item, parts.get(id(item), [])) for item in header.added}
+    return Patch(
+        *(header.base_version, header.version, tensors, added, header.removed),
+        *(header.base_digest, header.digest, header.layout),
+    )
+
+
+def _check_base_digest(header: PatchHeader, base: Mapping[str, Tensor], current_digest: str | None) -> None:
+    found = current_digest if current_digest is not None else StateDigest.of(base).hexdigest()
+    if found != header.base_digest:
+        raise BaseMismatchError(
+            f"the base has digest {found}, the patch was made against {header.base_digest}"
+            f"{'' if header.base_version is None else f' (version {header.base_version})'}; pass the patch's own base"
+        )
+
+
+def decode_segment(
+    tensor: TensorHeader, s: int, index_stream: memoryview, value_stream: memoryview, base: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """(global positions, absolute values) of one segment; positions are None for a whole (added) tensor.
+
+    base: the whole base tensor, any shape, or None where values are not coded against it.
+    """
+    segment = tensor.segments[s]
+    what = f"tensor {tensor.name!r:.200}, segment {s}, "
+    if segment.index_code == "all":
+        return None, decode_values(segment, value_stream, tensor.dtype, None, what + "values")
+    local = decode_indices(segment, index_stream, what + "indices")
+    wide = tensor.numel > 2**31 - 1
+    positions = (local.long() if wide else local) + segment.start
+    before = None
+    if segment.value_code == "delta":
+        assert base is not None
+        before = for_device(base.device.type).gather(base, positions.to(base.device)).cpu()
+    return positions, decode_values(segment, value_stream, tensor.dtype, before, what + "values")
+
+
+def _join_changes(item: TensorHeader, parts: list[tuple[Tensor | None, Tensor]]) -> TensorPatch:
+    index_dtype = torch.int64 if item.numel > 2**31 - 1 else torch.int32
+    indices = [part[0] for part in parts if part[0] is not None]
+    joined = _cat(indices, index_dtype), _cat([part[1] for part in parts], item.dtype)
+    return TensorPatch(item.name, item.shape, item.dtype, *joined)
+
+
+def _join_whole(item: TensorHeader, parts: list[tuple[Tensor | None, Tensor]]) -> Tensor:
+    return _cat([part[1] for part in parts], item.dtype).view(item.shape)
+
+
+def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return torch.empty(0, dtype=dtype)
+    # Joined as bytes: not every dtype has a cat of its own.
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
+
+
+class _Codec:
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
+    peek = staticmethod(peek)
+    save = staticmethod(save)
+    read_file = staticmethod(read_file)
+
+
+_patch.install_codec(_Codec())
+
+__all__ = [
+    "PROFILES",
+    "PatchBuilder",
+    "PatchHeader",
+    "PatchReader",
+    "Segment",
+    "TensorHeader",
+    "decode",
+    "decode_segment",
+    "encode",
+    "encode_changes",
+    "encode_whole",
+    "parallel_map",
+    "peek",
+    "save_builder",
+    "tensor_header",
+]

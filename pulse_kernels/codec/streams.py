@@ -1,0 +1,88 @@
+"""Byte parts of a stream: zstd where it saves something, raw where not, nothing where all bytes are zero."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from pulse_kernels.errors import PatchFormatError
+
+ZSTD_LEVEL = 1
+_MIN_ZSTD = 64  # bytes below which a frame's own header outweighs the gain
+_local = threading.local()
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+    compressor: zstandard.ZstdCompressor = _local.compressor
+    return compressor
+
+
+def checksum(parts: Sequence[bytes | memoryview]) -> int:
+    """CRC-32 (ISO-HDLC) over all parts."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a tensor, little-endian, row-major."""
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def store_part(data: Tensor) -> bytes:
+    """uint8 [n] as it is stored: b"" if all zero, a zstd frame if that is shorter, else the bytes themselves."""
+    array = data.numpy()
+    if not array.any():
+        return b""
+    if array.size >= _MIN_ZSTD:
+        frame = _compressor().compress(memoryview(array))
+        if len(frame) < array.size:
+            return frame
+    return array.tobytes()
+
+
+def load_part(stored: memoryview, size: int, what: str) -> Tensor:
+    """The uint8 [size] that ``store_part`` stored. Never takes more memory than ``size``, whatever the frame claims."""
+    if len(stored) == 0:
+        return torch.zeros(size, dtype=torch.uint8)
+    if len(stored) == size:
+        return torch.from_numpy(np.array(np.frombuffer(stored, dtype=np.uint8)))
+    if len(stored) > size:
+        raise PatchFormatError(f"{what}: {len(stored)} stored bytes for {size} decoded ones; the file is damaged")
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if declared != size:
+            raise PatchFormatError(f"{what}: a zstd frame of {declared} bytes, expected {size}; the file is damaged")
+        array = np.empty(size, dtype=np.uint8)
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(bytes(stored))
+        filled = 0
+        while filled < size:
+            got = reader.readinto(memoryview(array)[filled:])  # type: ignore[arg-type]
+            if got == 0:
+                break
+            filled += got
+        if filled != size or reader.read(1) or reader.tell() != size:
+            raise PatchFormatError(f"{what}: a zstd frame gives {filled} bytes or more, expected {size}")
+    except zstandard.ZstdError as error:
+        raise PatchFormatError(f"{what}: {error}; the file is damaged") from None
+    return torch.from_numpy(array)
+
+
+def split(stream: memoryview, sizes: Sequence[int], what: str) -> list[memoryview]:
+    """A stream cut into parts of the given sizes, which must add up to it."""
+    if sum(sizes) != len(stream):
+        raise PatchFormatError(f"{what}: parts of {sum(sizes)} bytes in a stream of {len(stream)}; the file is damaged")
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(stream[at : at + size])
+        at += size
+    return parts

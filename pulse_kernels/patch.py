@@ -1,0 +1,391 @@
+"""TensorPatch and Patch: what changed between two states, in memory. Values are always absolute here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pulse_kernels import checks, ops
+from pulse_kernels.backends import for_device
+from pulse_kernels.errors import BaseMismatchError, VerificationError
+from pulse_kernels.state import Params, StateDigest, named_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPatch:
+    """The changes of one tensor.
+
+    shape, dtype: of the whole tensor. indices: sorted unique flat positions, int32 or int64 [n]. values: the new
+    values, [n]. old_values: the values before, [n], where they are known: base-coded profiles then need no base.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    indices: Tensor
+    values: Tensor
+    old_values: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        op = f"TensorPatch {self.name!r}"
+        checks.indices(op, self.indices)
+        for label, values in (("values", self.values), ("old_values", self.old_values)):
+            if values is not None:
+                checks.vector(op, label, values, ("indices", self.indices))
+                checks.has_dtype(op, label, values, (self.dtype,))
+
+    @property
+    def num_changed(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class Codec(Protocol):
+    """What turns patches into bytes; the codec package installs one (it builds on this module, not the reverse)."""
+
+    def encode(self, patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes: ...
+
+    def decode(
+        self,
+        buffer: Any,
+        base: Mapping[str, Tensor] | None,
+        current_digest: str | None,
+        max_decoded_bytes: int | None,
+    ) -> Patch: ...
+
+    def peek(self, buffer: Any) -> Any: ...
+
+    def save(self, patch: Patch, path: Any, profile: str, base: Mapping[str, Tensor] | None) -> int: ...
+
+    def read_file(self, path: Any) -> bytes: ...
+
+
+_codec: Codec | None = None
+
+
+def install_codec(codec: Codec) -> None:
+    """Make ``codec`` the one behind ``Patch.to_bytes`` and its kin."""
+    global _codec
+    _codec = codec
+
+
+def _installed_codec() -> Codec:
+    if _codec is None:
+        raise RuntimeError("no codec is installed; import pulse_kernels (or pulse_kernels.codec) first")
+    return _codec
+
+
+@dataclass(eq=False)
+class Patch:
+    """What turns one version of a state into the next.
+
+    tensors: name -> TensorPatch of every tensor that changed. added: whole new tensors, also those whose shape or dtype
+    changed. removed: names that are gone. base_digest, digest: ``StateDigest`` of the state before and after, "" where
+    unknown. layout: the target checkpoint's files, where the patch was made from one (JSON-able).
+    """
+
+    base_version: int | None = None
+    version: int | None = None
+    tensors: dict[str, TensorPatch] = field(default_factory=dict)
+    added: dict[str, Tensor] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
+    base_digest: str = ""
+    digest: str = ""
+    layout: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.removed = tuple(self.removed)
+        for name, tensor_patch in self.tensors.items():
+            if tensor_patch.name != name:
+                raise ValueError(f"Patch: tensors[{name!r}] is named {tensor_patch.name!r}; both must be the same")
+        for kind, names in (("added", set(self.added)), ("removed", set(self.removed))):
+            if both := names & set(self.tensors):
+                raise ValueError(f"Patch: {min(both)!r} is both changed and {kind}; a tensor can only be one of them")
+        if both := set(self.added) & set(self.removed):
+            raise ValueError(f"Patch: {min(both)!r} is both added and removed; list a replaced tensor as added only")
+
+    # ---- making one -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def diff(cls, old: Params, new: Params, *, base_version: int | None = None, version: int | None = None) -> Patch:
+        """The patch that turns ``old`` into ``new``, compared bit by bit; reads both once and the digest ``old`` again.
+
+        old, new: nn.Module, dict or (name, tensor) pairs. Tensors with another shape or dtype are replaced as a whole.
+        """
+        before, after = named_tensors(old), named_tensors(new)
+        replaced = {
+            name for name in after if name in before and not _same_kind(before[name], after[name])
+        }  # fmt: skip
+        common = [name for name in after if name in before and name not in replaced]
+        indices, values, old_values = _diff_by_device(
+            [after[name] for name in common], [before[name] for name in common]
+        )
+        tensors = {}
+        state = StateDigest.of(before)
+        base_digest = state.hexdigest()
+        for name, index, value, overwritten in zip(common, indices, values, old_values, strict=True):
+            if index.numel():
+                like = after[name]
+                tensors[name] = TensorPatch(name, tuple(like.shape), like.dtype, index, value, overwritten)
+                state.update(name, like, index, overwritten, value)
+        added = {name: after[name].detach().clone() for name in after if name not in before or name in replaced}
+        removed = tuple(name for name in before if name not in after)
+        for name in (*replaced, *removed):
+            state.remove_tensor(name, before[name])
+        for name, tensor in added.items():
+            state.add_tensor(name, tensor)
+        return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_changed(self) -> int:
+        """Changed elements, without added tensors."""
+        return sum(tensor.num_changed for tensor in self.tensors.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensors that changed."""
+        return sum(tensor.numel for tensor in self.tensors.values())
+
+    @property
+    def density(self) -> float:
+        """num_changed / numel, over the tensors that changed; 0.0 where none did."""
+        return self.num_changed / self.numel if self.numel else 0.0
+
+    # ---- bytes ----------------------------------------------------------------------------------------------------
+
+    def to_bytes(self, profile: str = "balanced", base: Params | None = None) -> bytes:
+        """The patch as a safetensors file (docs/format.md).
+
+        profile: "fast" or "balanced". base: the old tensors, needed where the profile codes values against them and
+        the patch does not know ``old_values``; ValueError says so.
+        """
+        return _installed_codec().encode(self, profile, None if base is None else named_tensors(base))
+
+    @classmethod
+    def from_bytes(
+        cls,
+        buffer: Any,
+        base: Params | None = None,
+        *,
+        current_digest: str | None = None,
+        max_decoded_bytes: int | None = None,
+    ) -> Patch:
+        """Read a patch, trusting nothing.
+
+        buffer: bytes-like. base: the old tensors, needed where values are coded against them; they are checked to be
+        the patch's base first, by ``current_digest`` where the caller keeps one, else by a pass over them.
+        max_decoded_bytes: refuse a patch that would take more memory; by default it follows from the base, or from
+        the buffer's size. Raises PatchFormatError (no patch, damaged, oversized), BaseMismatchError (another base),
+        ValueError (base needed).
+        """
+        named = None if base is None else named_tensors(base)
+        return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes)
+
+    @staticmethod
+    def peek(buffer: Any) -> Any:
+        """The ``PatchHeader`` of a patch's bytes: versions, digests, profile, shapes, counts; no stream is decoded."""
+        return _installed_codec().peek(buffer)
+
+    def save(self, path: str | os.PathLike[str], profile: str = "balanced", base: Params | None = None) -> int:
+        """Write ``to_bytes`` to ``path`` under a temporary name, then rename; returns the bytes written."""
+        return _installed_codec().save(self, path, profile, None if base is None else named_tensors(base))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        base: Params | None = None,
+        *,
+        current_digest: str | None = None,
+        max_decoded_bytes: int | None = None,
+    ) -> Patch:
+        """``from_bytes`` of a file."""
+        buffer = _installed_codec().read_file(path)
+        return cls.from_bytes(buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes)
+
+    # ---- applying one ---------------------------------------------------------------------------------------------
+
+    def apply_(self, weights: Params, *, current_digest: str | None = None, verify: bool = True) -> str:
+        """Turn ``weights``, which must be the patch's base, into the new state in place; returns the new digest.
+
+        The base is checked by ``current_digest`` (the digest the caller knows ``weights`` to have) where given, else
+        by a pass over all weights; ``verify=False`` skips that and the digest of the result. The rest takes time in
+        proportion to the changes. On any error the weights are as they were: BaseMismatchError (other tensors or
+        another digest), IndexError (positions out of order or range), VerificationError (the result is not what the
+        patch's digest says), ValueError (tied weights that the patch would set differently).
+        """
+        named = named_tensors(weights)
+        _check_can_resize(self, weights)
+        for name in (*self.tensors, *self.removed):
+            if name not in named:
+                raise BaseMismatchError(f"the patch changes {name!r}, which the weights lack; expected its base")
+        for name, tensor_patch in self.tensors.items():
+            _check_fits(tensor_patch, named[name])
+        state = self._check_base(named, current_digest, verify)
+        changed = {name: item for name, item in self.tensors.items() if item.num_changed}
+        written = _without_ties(named, changed)
+        undo: list[tuple[Tensor, Tensor, Tensor]] = []
+        try:
+            old_of = {}
+            for name in written:
+                tensor_patch, weight = self.tensors[name], named[name]
+                indices, values = tensor_patch.indices.to(weight.device), tensor_patch.values.to(weight.device)
+                old = ops.exchange_patch_(weight, indices, values, check=False)
+                undo.append((weight, indices, old))
+                old_of[weight.data_ptr(), tuple(weight.shape)] = old
+            if state is None:
+                self._resize(named, weights)
+                return self.digest
+            for name, tensor_patch in changed.items():
+                weight = named[name]
+                indices, values = tensor_patch.indices.to(weight.device), tensor_patch.values.to(weight.device)
+                state.update(name, weight, indices, old_of[weight.data_ptr(), tuple(weight.shape)], values)
+            for name in self.removed:
+                state.remove_tensor(name, named[name])
+            for name, tensor in self.added.items():
+                if name in named:
+                    state.remove_tensor(name, named[name])
+                state.add_tensor(name, tensor)
+            result = state.hexdigest()
+            if self.digest and result != self.digest:
+                raise VerificationError(
+                    f"after the patch the weights have digest {result}, expected {self.digest}; they were rolled back. "
+                    "The patch or the weights were damaged in memory: load both again"
+                )
+            self._resize(named, weights)
+            return result
+        except BaseException:
+            for weight, indices, old in reversed(undo):
+                ops.apply_patch_(weight, indices, old, check=False)
+            raise
+
+    def _check_base(self, named: dict[str, Tensor], current_digest: str | None, verify: bool) -> StateDigest | None:
+        if current_digest is None and not verify:
+            return None
+        state = StateDigest.of(named) if current_digest is None else StateDigest.fromhex(current_digest)
+        if self.base_digest and state.hexdigest() != self.base_digest:
+            raise BaseMismatchError(
+                f"the weights have digest {state.hexdigest()}, the patch's base has {self.base_digest}"
+                f"{'' if self.base_version is None else f' (version {self.base_version})'}; apply it to its base, or "
+                "fetch the patch that follows these weights"
+            )
+        return state
+
+    def _resize(self, named: dict[str, Tensor], weights: Params) -> None:
+        if isinstance(weights, MutableMapping):
+            for name in self.removed:
+                del weights[name]
+            for name, tensor in self.added.items():
+                device = named[name].device if name in named else _only_device(named, tensor)
+                weights[name] = tensor.to(device, copy=True)
+
+
+def _same_kind(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _only_device(named: dict[str, Tensor], tensor: Tensor) -> torch.device:
+    devices = {weight.device for weight in named.values()}
+    return devices.pop() if len(devices) == 1 else tensor.device
+
+
+def _diff_by_device(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """``diff_compact_many`` for tensors on any mix of devices, results in the given order."""
+    empty = torch.empty(0)
+    columns = ([empty] * len(new), [empty] * len(new), [empty] * len(new))
+    for device in dict.fromkeys(tensor.device for tensor in new):
+        members = [k for k, tensor in enumerate(new) if tensor.device == device]
+        parts = ops.diff_compact_many([new[k] for k in members], [old[k] for k in members], return_old=True)
+        for column, part in zip(columns, parts, strict=True):
+            for k, item in zip(members, part, strict=True):
+                column[k] = item
+    return columns
+
+
+def _check_can_resize(patch: Patch, weights: Params) -> None:
+    if (patch.added or patch.removed) and (isinstance(weights, nn.Module) or not isinstance(weights, MutableMapping)):
+        names = [*patch.added, *patch.removed]
+        raise BaseMismatchError(
+            f"the patch adds, replaces or removes {len(names)} tensors ({names[0]!r}, ...), which needs a dict of "
+            f"tensors, found {type(weights).__name__}; apply it to a dict and rebuild the model from that"
+        )
+
+
+def _check_fits(tensor_patch: TensorPatch, weight: Tensor) -> None:
+    name = tensor_patch.name
+    if tuple(weight.shape) != tensor_patch.shape or weight.dtype != tensor_patch.dtype:
+        raise BaseMismatchError(
+            f"{name!r} is {checks.short(weight.dtype)} {list(weight.shape)}, the patch was made for "
+            f"{checks.short(tensor_patch.dtype)} {list(tensor_patch.shape)}; apply it to its base"
+        )
+    op = f"patch of {name!r}"
+    checks.writable(op, "weight", weight)
+    bad = for_device(tensor_patch.indices.device.type).first_bad_index(tensor_patch.indices, weight.numel())
+    checks.index_order(op, tensor_patch.indices, weight.numel(), bad)
+
+
+def _spans(named: dict[str, Tensor]) -> Iterator[list[str]]:
+    """Groups of names whose tensors overlap in memory, each group sorted by address."""
+    places = []
+    for name, tensor in named.items():
+        if tensor.numel():
+            reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+            start = tensor.data_ptr()
+            places.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size(), name))
+    places.sort()
+    group: list[str] = []
+    end: tuple[str, int] = ("", 0)
+    for device, start, stop, name in places:
+        if group and (device, start) < end and device == end[0]:
+            group.append(name)
+            end = max(end, (device, stop))
+        else:
+            if group:
+                yield group
+            group, end = [name], (device, stop)
+    if group:
+        yield group
+
+
+def _without_ties(named: dict[str, Tensor], patches: dict[str, TensorPatch]) -> list[str]:
+    """The names to write: of tied tensors (one storage, several names) only the first, if all are set alike."""
+    written = []
+    for group in _spans(named):
+        touched = [name for name in group if name in patches]
+        if not touched:
+            continue
+        if len(group) > 1:
+            first, lead = named[touched[0]], patches[touched[0]]
+            for name in group:
+                tensor = named[name]
+                alike = (
+                    tensor.data_ptr() == first.data_ptr()
+                    and tensor.shape == first.shape
+                    and tensor.stride() == first.stride()
+                    and tensor.dtype == first.dtype
+                )
+                other = patches.get(name)
+                if not alike or other is None or not _same_changes(lead, other):
+                    raise ValueError(
+                        f"{touched[0]!r} and {name!r} share memory, but the patch sets them differently; untie them "
+                        "(clone one) or make the patch from tied weights"
+                    )
+        written.append(touched[0])
+    return written
+
+
+def _same_changes(a: TensorPatch, b: TensorPatch) -> bool:
+    if a.indices.shape != b.indices.shape:
+        return False
+    same_values = torch.equal(a.values.cpu().view(torch.uint8), b.values.cpu().view(torch.uint8))
+    return same_values and torch.equal(a.indices.cpu().long(), b.indices.cpu().long())

@@ -1,0 +1,117 @@
+"""Named tensors and the digest of their state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pulse_kernels import ops
+from pulse_kernels.backends.reference import mix64
+from pulse_kernels.dtypes import dtype_name
+
+Params: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
+
+_MASK64 = (1 << 64) - 1
+
+
+def named_tensors(params: Params) -> dict[str, Tensor]:
+    """``params`` as name -> tensor: an nn.Module's state_dict (the tensors themselves), a mapping, or pairs."""
+    if isinstance(params, nn.Module):
+        named = params.state_dict(keep_vars=True)
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                f"params: found {pair!r:.80}, expected (name, tensor) pairs, a dict of them or an nn.Module"
+            )
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError(f"params: {len(pairs) - len(named)} names occur twice; names must be unique")
+    return named
+
+
+def tensor_key(name: str, dtype: torch.dtype, shape: Iterable[int]) -> int:
+    """The digest key of a tensor: 64 bits of BLAKE2b over its name, dtype and shape, as a signed integer."""
+    text = f"{name}\0{dtype_name(dtype)}\0{','.join(map(str, shape))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _presence(key: int) -> tuple[int, int]:
+    """What a tensor adds to both lanes by being there, so that one of zeros counts as well."""
+    lanes = mix64(torch.tensor([key, ~key])).tolist()
+    return lanes[0], lanes[1]
+
+
+class StateDigest:
+    """The 128-bit digest of a whole state: the sum of its tensors' digests, each under its own key.
+
+    It is kept current in O(changed) with ``update``. Not cryptographic: it finds damage and mix-ups, not attackers.
+    """
+
+    def __init__(self, lanes: tuple[int, int] = (0, 0)) -> None:
+        self._lanes = lanes
+
+    @classmethod
+    def of(cls, params: Params) -> StateDigest:
+        """The digest of all tensors of ``params``; one pass over them."""
+        digest = cls()
+        for name, tensor in named_tensors(params).items():
+            digest.add_tensor(name, tensor)
+        return digest
+
+    @classmethod
+    def fromhex(cls, text: str) -> StateDigest:
+        """The digest that ``hexdigest`` printed; ValueError if it is not 32 hexadecimal digits."""
+        if len(text) != 32:
+            raise ValueError(f"digest {text!r:.50} has {len(text)} characters, expected 32 hexadecimal digits")
+        return cls((int(text[:16], 16), int(text[16:], 16)))
+
+    def copy(self) -> StateDigest:
+        return StateDigest(self._lanes)
+
+    def hexdigest(self) -> str:
+        return "".join(f"{lane:016x}" for lane in self._lanes)
+
+    def _shift(self, lanes: Iterable[int], sign: int = 1) -> None:
+        first, second = lanes
+        self._lanes = ((self._lanes[0] + sign * first) & _MASK64, (self._lanes[1] + sign * second) & _MASK64)
+
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        """Count a tensor in."""
+        self.add_presence(name, tensor.dtype, tensor.shape)
+        self.add_slice(name, tensor.dtype, tensor.shape, 0, tensor)
+
+    def remove_tensor(self, name: str, tensor: Tensor) -> None:
+        """Count a tensor out that was in with these very values."""
+        key = tensor_key(name, tensor.dtype, tensor.shape)
+        self._shift(_presence(key), -1)
+        self._shift(ops.digest(tensor, key).tolist(), -1)
+
+    def add_presence(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> None:
+        """Count in that a tensor is there; its values follow with ``add_slice``."""
+        self._shift(_presence(tensor_key(name, dtype, shape)))
+
+    def add_slice(self, name: str, dtype: torch.dtype, shape: Iterable[int], start: int, flat: Tensor) -> None:
+        """Count in the values of a tensor from flat position ``start`` on."""
+        self._shift(ops.digest(flat, tensor_key(name, dtype, shape), start).tolist())
+
+    def update(self, name: str, like: Tensor, indices: Tensor, old: Tensor, new: Tensor) -> None:
+        """``old`` became ``new`` at ``indices`` of the tensor ``name``, whose shape and dtype ``like`` has."""
+        zero = torch.zeros(2, dtype=torch.int64, device=indices.device)
+        key = tensor_key(name, like.dtype, like.shape)
+        self._shift(ops.digest_update(zero, indices, old, new, key).tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateDigest) and self._lanes == other._lanes
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"StateDigest({self.hexdigest()})"
