@@ -21,9 +21,12 @@ from torch import Tensor
 
 from pulse_kernels import patch as _patch
 from pulse_kernels.backends import for_device
+from pulse_kernels.checks import INT32_NUMEL
 from pulse_kernels.codec.container import PatchBuilder, PatchReader
 from pulse_kernels.codec.header import PatchHeader, TensorHeader, name_problem
 from pulse_kernels.codec.segment import (
+    ALL,
+    DELTA,
     PROFILES,
     SEGMENT_NUMEL,
     Segment,
@@ -218,12 +221,18 @@ def decode(
     _check_size(header, memoryview(buffer).nbytes, base is not None, max_decoded_bytes)
     if base is not None and header.base_digest and header.needs_base:
         _check_base_digest(header, base, current_digest)
-    jobs = list(reader.streams())
+    flat = {item.name: base[item.name].detach().reshape(-1) for item in header.tensors} if base is not None else {}
 
     def work(job: tuple[TensorHeader, int, memoryview, memoryview]) -> tuple[Tensor | None, Tensor]:
         tensor, s, index_stream, value_stream = job
-        return decode_segment(tensor, s, index_stream, value_stream, None if base is None else base.get(tensor.name))
+        segment = tensor.segments[s]
+        before = flat[tensor.name][segment.start : segment.start + segment.numel] if tensor.name in flat else None
+        local, values = decode_segment(tensor, s, index_stream, value_stream, before)
+        if local is None:
+            return None, values
+        return (local.long() if tensor.numel > INT32_NUMEL else local) + segment.start, values
 
+    jobs = list(reader.streams())
     parts: dict[int, list[tuple[Tensor | None, Tensor]]] = {}
     results = parallel_map(work, jobs, _threads(header.profile))
     for job, result in zip(jobs, results, strict=True):
@@ -248,26 +257,24 @@ def _check_base_digest(header: PatchHeader, base: Mapping[str, Tensor], current_
 def decode_segment(
     tensor: TensorHeader, s: int, index_stream: memoryview, value_stream: memoryview, base: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """(global positions, absolute values) of one segment; positions are None for a whole (added) tensor.
+    """(positions inside the segment, absolute values) of one segment; positions are None for a whole (added) one.
 
-    base: the whole base tensor, any shape, or None where values are not coded against it.
+    base: the segment's elements of the base tensor, flat, or None where values are not coded against it.
     """
     segment = tensor.segments[s]
     what = f"tensor {tensor.name!r:.200}, segment {s}, "
-    if segment.index_code == "all":
+    if segment.index_code == ALL:
         return None, decode_values(segment, value_stream, tensor.dtype, None, what + "values")
     local = decode_indices(segment, index_stream, what + "indices")
-    wide = tensor.numel > 2**31 - 1
-    positions = (local.long() if wide else local) + segment.start
     before = None
-    if segment.value_code == "delta":
+    if segment.value_code == DELTA:
         assert base is not None
-        before = for_device(base.device.type).gather(base, positions.to(base.device)).cpu()
-    return positions, decode_values(segment, value_stream, tensor.dtype, before, what + "values")
+        before = for_device(base.device.type).gather(base, local.to(base.device)).cpu()
+    return local, decode_values(segment, value_stream, tensor.dtype, before, what + "values")
 
 
 def _join_changes(item: TensorHeader, parts: list[tuple[Tensor | None, Tensor]]) -> TensorPatch:
-    index_dtype = torch.int64 if item.numel > 2**31 - 1 else torch.int32
+    index_dtype = torch.int64 if item.numel > INT32_NUMEL else torch.int32
     indices = [part[0] for part in parts if part[0] is not None]
     joined = _cat(indices, index_dtype), _cat([part[1] for part in parts], item.dtype)
     return TensorPatch(item.name, item.shape, item.dtype, *joined)

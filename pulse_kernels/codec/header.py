@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pulse_kernels.codec.segment import ALL, PROFILES, SegmentHeader, segment_from_json
+from pulse_kernels.codec.segment import ALL, DELTA, PROFILES, SegmentHeader, segment_from_json
 from pulse_kernels.dtypes import DTYPES
 from pulse_kernels.errors import PatchFormatError
 
@@ -96,7 +96,7 @@ class PatchHeader:
     @property
     def needs_base(self) -> bool:
         """Whether values are coded against the base."""
-        return any(segment.value_code == "delta" for tensor in self.tensors for segment in tensor.segments)
+        return any(segment.value_code == DELTA for tensor in self.tensors for segment in tensor.segments)
 
     @property
     def decoded_bytes(self) -> int:
