@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -151,4 +152,4 @@ def share_memory(tensors: Sequence[Tensor]) -> bool:
             start = tensor.data_ptr()
             spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size()))
     spans.sort()
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in zip(spans, spans[1:], strict=False))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))

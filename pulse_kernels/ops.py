@@ -74,6 +74,11 @@ def _dynamic() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
+def _each(function: Callable[..., None], *columns: Sequence[Any]) -> None:
+    for row in zip(*columns, strict=True):
+        function(*row)
+
+
 def _columns(rows: list[tuple[Tensor, ...]], width: int) -> tuple[list[Tensor], ...]:
     return tuple([row[k] for row in rows] for k in range(width))
 
@@ -456,9 +461,7 @@ def _commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: T
 @_operator(
     "commit_residual_many_(Tensor[] thetas, Tensor[] locals, Tensor(a!)[] residuals, Tensor[] indices, *, "
     "bool check=True) -> ()",
-    lambda thetas, locals, residuals, indices, *, check=True: (
-        [_commit_fake(*row) for row in zip(thetas, locals, residuals, indices, strict=True)] and None
-    ),
+    lambda thetas, locals, residuals, indices, *, check=True: _each(_commit_fake, thetas, locals, residuals, indices),
     (2,),
 )
 def _commit_residual_many_(
@@ -547,9 +550,7 @@ def _apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: boo
 
 @_operator(
     "apply_patch_many_(Tensor(a!)[] weights, Tensor[] indices, Tensor[] values, *, bool check=True) -> ()",
-    lambda weights, indices, values, *, check=True: (
-        [_apply_fake(*row) for row in zip(weights, indices, values, strict=True)] and None
-    ),
+    lambda weights, indices, values, *, check=True: _each(_apply_fake, weights, indices, values),
     (0,),
 )
 def _apply_patch_many_(

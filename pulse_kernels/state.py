@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,16 @@ from pulse_kernels.dtypes import dtype_name
 Params: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 _MASK64 = (1 << 64) - 1
+
+
+class Kind(Protocol):
+    """What has a tensor's dtype and shape: a tensor, or a description of one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 def named_tensors(params: Params) -> dict[str, Tensor]:
@@ -85,8 +95,8 @@ class StateDigest:
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Count a tensor in."""
-        self.add_presence(name, tensor.dtype, tensor.shape)
-        self.add_slice(name, tensor.dtype, tensor.shape, 0, tensor)
+        self.add_presence(name, tensor)
+        self.add_slice(name, tensor, 0, tensor)
 
     def remove_tensor(self, name: str, tensor: Tensor) -> None:
         """Count a tensor out that was in with these very values."""
@@ -94,15 +104,23 @@ class StateDigest:
         self._shift(_presence(key), -1)
         self._shift(ops.digest(tensor, key).tolist(), -1)
 
-    def add_presence(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> None:
+    def add_presence(self, name: str, like: Kind) -> None:
         """Count in that a tensor is there; its values follow with ``add_slice``."""
-        self._shift(_presence(tensor_key(name, dtype, shape)))
+        self._shift(_presence(tensor_key(name, like.dtype, like.shape)))
 
-    def add_slice(self, name: str, dtype: torch.dtype, shape: Iterable[int], start: int, flat: Tensor) -> None:
+    def add_slice(self, name: str, like: Kind, start: int, flat: Tensor) -> None:
         """Count in the values of a tensor from flat position ``start`` on."""
-        self._shift(ops.digest(flat, tensor_key(name, dtype, shape), start).tolist())
+        self._shift(ops.digest(flat, tensor_key(name, like.dtype, like.shape), start).tolist())
 
-    def update(self, name: str, like: Tensor, indices: Tensor, old: Tensor, new: Tensor) -> None:
+    def merge(self, other: StateDigest) -> None:
+        """Count in what ``other`` counts."""
+        self._shift(other._lanes)
+
+    def subtract(self, other: StateDigest) -> None:
+        """Count out what ``other`` counts."""
+        self._shift(other._lanes, -1)
+
+    def update(self, name: str, like: Kind, indices: Tensor, old: Tensor, new: Tensor) -> None:
         """``old`` became ``new`` at ``indices`` of the tensor ``name``, whose shape and dtype ``like`` has."""
         zero = torch.zeros(2, dtype=torch.int64, device=indices.device)
         key = tensor_key(name, like.dtype, like.shape)

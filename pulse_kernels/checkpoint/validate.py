@@ -11,10 +11,10 @@ import math
 import re
 from typing import Any
 
+from pulse_kernels.dtypes import DTYPES
 from pulse_kernels.errors import CheckpointError
 
 from .layout import (
-    DTYPES,
     MAX_HEADER_BYTES,
     SINGLE_FILE,
     SUB_BYTE_DTYPES,

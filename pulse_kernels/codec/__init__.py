@@ -34,6 +34,7 @@ from pulse_kernels.codec.segment import (
     decode_indices,
     decode_values,
     encode_changes,
+    encode_local,
     encode_whole,
 )
 from pulse_kernels.dtypes import dtype_name
@@ -63,10 +64,10 @@ def _threads(profile: str) -> int:
     return 1 if profile == "fast" else torch.get_num_threads()
 
 
-def _checked_profile(profile: str) -> str:
+def check_profile(profile: str) -> None:
+    """ValueError unless there is such a profile."""
     if profile not in PROFILES:
         raise ValueError(f"profile is {profile!r}, expected one of {', '.join(PROFILES)}")
-    return profile
 
 
 def tensor_header(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorHeader:
@@ -103,7 +104,7 @@ def _base_tensor(base: Mapping[str, Tensor], name: str, dtype: torch.dtype, shap
 
 
 def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
-    profile = _checked_profile(profile)
+    check_profile(profile)
     header = PatchHeader(
         *(profile, patch.base_version, patch.version, patch.base_digest, patch.digest),
         [tensor_header(item.name, item.dtype, item.shape) for item in patch.tensors.values()],
@@ -305,18 +306,22 @@ _patch.install_codec(_Codec())
 
 __all__ = [
     "PROFILES",
+    "SEGMENT_NUMEL",
     "PatchBuilder",
     "PatchHeader",
     "PatchReader",
     "Segment",
     "TensorHeader",
+    "check_profile",
     "decode",
     "decode_segment",
     "encode",
     "encode_changes",
+    "encode_local",
     "encode_whole",
     "parallel_map",
     "peek",
+    "read_file",
     "save_builder",
     "tensor_header",
 ]

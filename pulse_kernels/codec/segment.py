@@ -94,8 +94,14 @@ def encode_changes(
     start: int, numel: int, indices: Tensor, values: Tensor, old_values: Tensor | None, profile: str
 ) -> Segment:
     """Code sorted positions ``indices`` in [start, start + numel) and their ``values``; CPU tensors."""
+    return encode_local(start, numel, indices - start if start else indices, values, old_values, profile)
+
+
+def encode_local(
+    start: int, numel: int, local: Tensor, values: Tensor, old_values: Tensor | None, profile: str
+) -> Segment:
+    """``encode_changes`` of positions that count from ``start``."""
     backend = for_device("cpu")
-    local = indices - start if start else indices
     count = local.numel()
     index: tuple[str, tuple[bytes, ...], int]
     if profile == "fast":

@@ -44,7 +44,7 @@ def store_part(data: Tensor) -> bytes:
     if not array.any():
         return b""
     if array.size >= _MIN_ZSTD:
-        frame = _compressor().compress(memoryview(array))
+        frame = _compressor().compress(array.data)
         if len(frame) < array.size:
             return frame
     return array.tobytes()

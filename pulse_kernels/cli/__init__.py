@@ -1,0 +1,77 @@
+"""``pulse-kernels``: the command line. One module a group of commands; ``main`` parses, runs and reports.
+
+Exit codes: 0 success; 1 the answer is no (verify found a difference, the demo did not improve); 2 wrong usage;
+3 an input cannot be read or an output not written; 4 the patch belongs to another base; 5 a result did not have the
+digest it must have; 130 interrupted. After 3, 4, 5 and 130 nothing was changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pulse_kernels.errors import BaseMismatchError, PulseError, VerificationError
+
+EXIT_NO = 1
+EXIT_USAGE = 2
+EXIT_INPUT = 3
+EXIT_BASE = 4
+EXIT_DIGEST = 5
+EXIT_INTERRUPTED = 130
+
+Command = Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]]  # exit code, --json object, text
+
+
+def _parser() -> argparse.ArgumentParser:
+    from pulse_kernels import __version__
+    from pulse_kernels.cli import checkpoints, diagnose
+
+    parser = argparse.ArgumentParser(
+        prog="pulse-kernels",
+        description="Lossless sparse weight patches between checkpoints.",
+        epilog="exit codes: 0 success, 1 the answer is no, 2 wrong usage, 3 unreadable input or unwritable output, "
+        "4 another base, 5 wrong digest, 130 interrupted; after 3, 4, 5 and 130 nothing was changed",
+    )
+    parser.add_argument("--version", action="version", version=f"pulse-kernels {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    checkpoints.add_commands(commands)
+    diagnose.add_commands(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    as_json = bool(arguments.json)
+    run: Command = arguments.run
+    try:
+        code, data, text = run(arguments)
+    except KeyboardInterrupt:
+        return _fail(EXIT_INTERRUPTED, "KeyboardInterrupt", "interrupted; nothing was changed", as_json)
+    except BaseMismatchError as error:
+        return _fail(EXIT_BASE, type(error).__name__, str(error), as_json)
+    except VerificationError as error:
+        return _fail(EXIT_DIGEST, type(error).__name__, str(error), as_json)
+    except (PulseError, ValueError, TypeError, OSError, MemoryError) as error:
+        if os.environ.get("PULSE_DEBUG"):
+            raise
+        return _fail(EXIT_INPUT, type(error).__name__, str(error) or "out of memory", as_json)
+    try:
+        print(json.dumps(data, indent=1) if as_json else text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _fail(code: int, kind: str, message: str, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": {"type": kind, "message": message}, "exit_code": code}, indent=1), flush=True)
+    print(f"pulse-kernels: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+__all__ = ["main"]

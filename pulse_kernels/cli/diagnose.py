@@ -1,0 +1,150 @@
+"""doctor, bench, demo: is the installation sound, is it fast, what does it do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pulse_kernels.backends import native
+from pulse_kernels.cli.checkpoints import _command
+
+
+def add_commands(commands: Any) -> None:
+    """Add this module's commands to the parser."""
+    _command(commands, "doctor", _doctor, "say which back ends are present, and why the others are not")
+
+    bench = _command(commands, "bench", _bench, "time the operators beside eager PyTorch on this machine")
+    bench.add_argument("--elements", type=_positive, default=20_000_000, metavar="N", help="tensor size (%(default)s)")
+    bench.add_argument("--density", type=_share, default=0.01, metavar="X", help="share that changed (%(default)s)")
+    bench.add_argument(
+        "--repeats", type=_positive, default=7, metavar="N", help="rounds, medians are shown (%(default)s)"
+    )
+
+    demo = _command(commands, "demo", _demo, "train a small model with RL while two rollout workers follow by patches")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps (default: the demo's own number)")
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
+    demo.add_argument("--workers", type=_positive, default=2, metavar="N", help="rollout processes (%(default)s)")
+    demo.add_argument("--out", metavar="DIR", help="keep patches, chart and summary here (default: only the chart)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError(text)
+    return value
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from pulse_kernels import __version__
+    from pulse_kernels.backends import cpu
+
+    library = native.cpu_library()
+    cuda = torch.cuda.is_available()
+    triton = _version_of("triton")
+    no_gpu = "no CUDA device is visible" if not cuda else "GPU kernels are not part of this version"
+    back_ends = [
+        {
+            "name": "cpu",
+            "present": library.loaded,
+            "detail": f"{cpu.instruction_set()} kernels, {library.path}" if library.loaded else library.reason,
+        },
+        {"name": "reference", "present": True, "detail": "plain PyTorch, any device; what every other must equal"},
+        {
+            "name": "triton",
+            "present": False,
+            "detail": f"{no_gpu}; CUDA tensors use reference (triton {triton or 'is not installed'})",
+        },
+        {"name": "cuda", "present": False, "detail": f"{no_gpu}; CUDA tensors use reference"},
+    ]
+    packages = {
+        name: _version_of(name) for name in ("torch", "numpy", "zstandard", "safetensors", "rich", "matplotlib")
+    }
+    environment = {name: os.environ[name] for name in ("PULSE_NATIVE", "PULSE_CPU", "MAX_JOBS") if name in os.environ}
+    data = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "packages": packages,
+        "environment": environment,
+        "back_ends": back_ends,
+    }
+    lines = [
+        f"pulse_kernels {__version__}  Python {platform.python_version()}  {platform.platform()}",
+        f"CPU          {_cpu_name()}, {torch.get_num_threads()} threads",
+        "packages     " + "  ".join(f"{name} {version or 'absent'}" for name, version in packages.items()),
+    ]
+    if environment:
+        lines.append("environment  " + "  ".join(f"{name}={value}" for name, value in environment.items()))
+    lines.append("back ends")
+    for entry in back_ends:
+        lines.append(f"  {'yes' if entry['present'] else 'no ':3}  {entry['name']:<10} {entry['detail']}")
+    if not library.loaded:
+        lines.append("CPU tensors use reference: every result is the same, at a fraction of the speed")
+    return 0, data, "\n".join(lines)
+
+
+def _bench(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from pulse_kernels.cli.bench_quick import run_quick
+
+    rows = run_quick(arguments.elements, arguments.density, arguments.repeats)
+    data = {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "elements": arguments.elements, "rows": rows}
+    head = f"{_cpu_name()}, {torch.get_num_threads()} threads, {arguments.elements:,} elements, {arguments.density:.2%}"
+    return 0, data, "\n".join([head, *_table(rows)])
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows of one kind as aligned columns; numbers to three digits."""
+    if not rows:
+        return []
+    names = list(rows[0])
+    cells = [names] + [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _demo(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from pulse_kernels.demo import run_demo
+
+    options: dict[str, Any] = {"seed": arguments.seed, "workers": arguments.workers, "json": arguments.json}
+    if arguments.steps is not None:
+        options["steps"] = arguments.steps
+    if arguments.out is not None:
+        options["out_dir"] = arguments.out
+    report = run_demo(**options)
+    return (0 if report.improved else 1), report.to_dict(), report.summary()
