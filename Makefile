@@ -1,0 +1,55 @@
+# Every target sets itself up: a virtual environment in .venv, pinned dependencies, the CPU library. Needs python3 >= 3.10
+# and, for the CPU library, a C++17 compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+SOURCES := setup.py $(shell find csrc -name '*.cpp' -o -name '*.h')
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test bench sanitize lint wheel clean
+
+help:
+	@echo "make demo      an RL run whose rollout workers follow the trainer by patches (about 2 minutes)"
+	@echo "make test      the test suite"
+	@echo "make bench     benchmarks beside eager PyTorch; writes docs/performance.md"
+	@echo "make sanitize  csrc under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make lint      ruff and mypy"
+	@echo "make wheel     a wheel in dist/"
+
+setup: $(VENV)/.built
+
+# torch first: a build that asks for it in isolation would fetch another one, of several GB.
+$(VENV)/.packages: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy setuptools wheel
+	touch $@
+
+$(VENV)/.built: $(VENV)/.packages $(SOURCES)
+	$(PIP) --no-build-isolation --editable '.[cli,demo,bench,test,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/pulse-kernels demo
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: setup
+	mkdir -p .benchmarks
+	$(BIN)/python -m pytest bench --benchmark-json=.benchmarks/latest.json
+	$(BIN)/python bench/report.py .benchmarks/latest.json
+
+sanitize: setup
+	$(BIN)/python tests/csrc/run_sanitized.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: setup
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info pulse_kernels/*.so .benchmarks $(VENV)
