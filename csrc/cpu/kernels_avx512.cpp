@@ -12,6 +12,12 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <simde/x86/f16c.h>
+// What SIMDe 0.8 lacks.
+#define _mm512_cmpneq_epi8_mask(a, b) simde_mm512_cmp_epi8_mask(a, b, SIMDE_MM_CMPINT_NE)
+#define _mm512_cmpneq_epi16_mask(a, b) simde_mm512_cmp_epi16_mask(a, b, SIMDE_MM_CMPINT_NE)
+#define _mm512_cmpneq_epi32_mask(a, b) simde_mm512_cmp_epi32_mask(a, b, SIMDE_MM_CMPINT_NE)
+#define _mm512_cmpneq_epi64_mask(a, b) simde_mm512_cmp_epi64_mask(a, b, SIMDE_MM_CMPINT_NE)
+#define _mm512_cvtepu8_epi32(a) simde_mm512_cvtepu16_epi32(simde_mm256_cvtepu8_epi16(a))
 #define PULSE_AVX512 1
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
