@@ -52,12 +52,17 @@ def plain_dtype(op: str, name: str, tensor: Tensor) -> None:
 
 
 def writable(op: str, name: str, tensor: Tensor) -> None:
-    """Refuse tensors in which two positions share memory: a write to one would change the other."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{op}: {name} is an expanded tensor whose elements share memory; pass .contiguous()")
-    span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if span < tensor.numel():
-        raise ValueError(f"{op}: elements of {name} overlap in memory; pass .contiguous()")
+    """Refuse tensors in which two positions may share memory: a write to one would change the other."""
+    if tensor.is_contiguous():
+        return
+    reach = 0  # of the dimensions with smaller strides; each stride must step over it
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"{op}: elements of {name} share memory (expanded or overlapping: shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}); write into a .contiguous() copy"
+            )
+        reach += stride * (size - 1)
 
 
 def index_dtype(op: str, numel: int, asked: torch.dtype | None) -> torch.dtype:
@@ -71,6 +76,8 @@ def index_dtype(op: str, numel: int, asked: torch.dtype | None) -> torch.dtype:
 
 
 def vector(op: str, name: str, tensor: Tensor, length_of: tuple[str, Tensor] | None = None) -> None:
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is {tensor.layout}, expected a strided tensor; pass .to_dense()")
     if tensor.dim() != 1:
         raise ValueError(f"{op}: {name} has {tensor.dim()} dimensions, expected 1; pass .flatten()")
     if length_of is not None and tensor.numel() != length_of[1].numel():
@@ -141,6 +148,11 @@ def equally_many(op: str, **lists: Sequence[object]) -> None:
     for name, items in others:
         if len(items) != len(first):
             raise ValueError(f"{op}: {len(first)} {first_name} and {len(items)} {name}; pass equally many of each")
+
+
+def apart(written: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+    """``read``, copied where it may overlap ``written``: what is read is what it was before the call."""
+    return tuple(tensor.clone() if share_memory([written, tensor]) else tensor for tensor in read)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:

@@ -156,6 +156,8 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         source: Tensor, target: Tensor, *, index_dtype: torch.dtype | None = None, return_old: bool = False
     ) -> tuple[Tensor, ...]:
         _check_compact(op, source, target, update)
+        if update:
+            (source,) = checks.apart(target, source)
         dtype = checks.index_dtype(op, target.numel(), index_dtype)
         back_end = backends.for_device(target.device.type)
         return _columns_of_one(back_end.compact_many(op, [source], [target], [dtype], update, return_old))
@@ -190,9 +192,9 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         _one_device(op, targets)
         dtypes = [checks.index_dtype(op, target.numel(), index_dtype) for target in targets]
         back_end = backends.for_device(targets[0].device.type)
-        if update and checks.share_memory(targets):
+        if update and checks.share_memory([*targets, *sources]):
             rows = [
-                _columns_of_one(back_end.compact_many(op, [s], [t], [d], update, return_old))
+                _columns_of_one(back_end.compact_many(op, [*checks.apart(t, s)], [t], [d], update, return_old))
                 for s, t, d in zip(sources, targets, dtypes, strict=True)
             ]
             return _columns(rows, 3)
@@ -234,6 +236,11 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         source: Tensor, target: Tensor, indices: Tensor, values: Tensor, count: Tensor, old_values: Tensor | None = None
     ) -> None:
         check_out(source, target, indices, values, count, old_values)
+        written = [indices, values, count] + ([] if old_values is None else [old_values])
+        if any(checks.share_memory([target, *written[:k], buffer]) for k, buffer in enumerate(written)):
+            raise ValueError(f"{op}_out: a buffer shares memory with the weight or another; pass separate buffers")
+        if update:
+            (source,) = checks.apart(target, source)
         back_end = backends.for_device(target.device.type)
         back_end.compact_out(op, source, target, indices, values, count, old_values, update)
 
@@ -455,6 +462,11 @@ def _check_order(op: str, indices: list[Tensor], targets: list[Tensor], check: b
 def _commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor, *, check: bool = True) -> None:
     _check_commit(theta, local, residual, indices)
     _check_order("commit_residual_", [indices], [residual], check)
+    _commit_checked(theta, local, residual, indices)
+
+
+def _commit_checked(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
+    theta, local, indices = checks.apart(residual, theta, local, indices)
     backends.for_device(residual.device.type).commit_residual_(theta, local, residual, indices)
 
 
@@ -470,8 +482,7 @@ def _commit_residual_many_(
     for row in zip(thetas, locals, residuals, indices, strict=True):
         _check_commit(*row)
     _check_order("commit_residual_many_", indices, residuals, check)
-    for theta, local, residual, index in zip(thetas, locals, residuals, indices, strict=True):
-        backends.for_device(residual.device.type).commit_residual_(theta, local, residual, index)
+    _each(_commit_checked, thetas, locals, residuals, indices)
 
 
 def gate_residual(
@@ -545,6 +556,11 @@ def _apply_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool 
 def _apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> None:
     checks.patch("apply_patch_", weight, indices, values)
     _check_order("apply_patch_", [indices], [weight], check)
+    _apply_checked(weight, indices, values)
+
+
+def _apply_checked(weight: Tensor, indices: Tensor, values: Tensor) -> None:
+    indices, values = checks.apart(weight, indices, values)
     backends.for_device(weight.device.type).apply_patch_(weight, indices, values)
 
 
@@ -559,8 +575,7 @@ def _apply_patch_many_(
     for row in zip(weights, indices, values, strict=True):
         checks.patch("apply_patch_many_", *row)
     _check_order("apply_patch_many_", indices, weights, check)
-    for weight, index, value in zip(weights, indices, values, strict=True):
-        backends.for_device(weight.device.type).apply_patch_(weight, index, value)
+    _each(_apply_checked, weights, indices, values)
 
 
 def _exchange_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> Tensor:
@@ -576,6 +591,11 @@ def _exchange_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bo
 def _exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> Tensor:
     checks.patch("exchange_patch_", weight, indices, values)
     _check_order("exchange_patch_", [indices], [weight], check)
+    return _exchange_checked(weight, indices, values)
+
+
+def _exchange_checked(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    indices, values = checks.apart(weight, indices, values)
     return backends.for_device(weight.device.type).exchange_patch_(weight, indices, values)
 
 
@@ -592,10 +612,7 @@ def _exchange_patch_many_(
     for row in zip(weights, indices, values, strict=True):
         checks.patch("exchange_patch_many_", *row)
     _check_order("exchange_patch_many_", indices, weights, check)
-    return [
-        backends.for_device(weight.device.type).exchange_patch_(weight, index, value)
-        for weight, index, value in zip(weights, indices, values, strict=True)
-    ]
+    return [_exchange_checked(*row) for row in zip(weights, indices, values, strict=True)]
 
 
 def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> None:
@@ -772,7 +789,10 @@ def _digest_update_fake(digest: Tensor, indices: Tensor, old: Tensor, new: Tenso
 )
 def _digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:
     _check_digest_update(digest, indices, old, new)
-    return backends.for_device(digest.device.type).digest_update(digest, indices, old, new, key)
+    back_end = backends.for_device(digest.device.type)
+    limit = backends.reference.MAX_NUMEL
+    checks.index_order("digest_update", indices, limit, back_end.first_bad_index(indices, limit))
+    return back_end.digest_update(digest, indices, old, new, key)
 
 
 @_operator(

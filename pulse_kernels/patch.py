@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pulse_kernels import checks, ops
 from pulse_kernels.backends import for_device
 from pulse_kernels.errors import BaseMismatchError, VerificationError
-from pulse_kernels.state import Params, StateDigest, named_tensors
+from pulse_kernels.state import Params, StateDigest, named_tensors, tensor_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,7 @@ class TensorPatch:
     old_values: Tensor | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
         op = f"TensorPatch {self.name!r}"
         checks.indices(op, self.indices)
         for label, values in (("values", self.values), ("old_values", self.old_values)):
@@ -45,7 +48,7 @@ class TensorPatch:
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 class Codec(Protocol):
@@ -125,23 +128,23 @@ class Patch:
             name for name in after if name in before and not _same_kind(before[name], after[name])
         }  # fmt: skip
         common = [name for name in after if name in before and name not in replaced]
-        indices, values, old_values = _diff_by_device(
-            [after[name] for name in common], [before[name] for name in common]
-        )
-        tensors = {}
-        state = StateDigest.of(before)
-        base_digest = state.hexdigest()
-        for name, index, value, overwritten in zip(common, indices, values, old_values, strict=True):
+        kept = _diff_by_device(common, before, after)
+        state, change, tensors = StateDigest(), StateDigest(), {}
+        for name, (index, value, overwritten, lanes) in zip(common, kept, strict=True):
+            like = after[name]
+            state.add_presence(name, like)
+            state.add_lanes(lanes.tolist())
             if index.numel():
-                like = after[name]
                 tensors[name] = TensorPatch(name, tuple(like.shape), like.dtype, index, value, overwritten)
-                state.update(name, like, index, overwritten, value)
+                change.update(name, like, index, overwritten, value)
+        gone = StateDigest.of({name: before[name] for name in before if name not in common})
+        state.merge(gone)
+        base_digest = state.hexdigest()
+        state.merge(change)
+        state.subtract(gone)
         added = {name: after[name].detach().clone() for name in after if name not in before or name in replaced}
         removed = tuple(name for name in before if name not in after)
-        for name in (*replaced, *removed):
-            state.remove_tensor(name, before[name])
-        for name, tensor in added.items():
-            state.add_tensor(name, tensor)
+        state.merge(StateDigest.of(added))
         return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
 
     # ---- figures --------------------------------------------------------------------------------------------------
@@ -233,40 +236,43 @@ class Patch:
             _check_fits(tensor_patch, named[name])
         state = self._check_base(named, current_digest, verify)
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
-        written = _without_ties(named, changed)
-        undo: list[tuple[Tensor, Tensor, Tensor]] = []
-        try:
-            old_of = {}
-            for name in written:
-                tensor_patch, weight = self.tensors[name], named[name]
-                indices, values = tensor_patch.indices.to(weight.device), tensor_patch.values.to(weight.device)
-                old = ops.exchange_patch_(weight, indices, values, check=False)
-                undo.append((weight, indices, old))
-                old_of[weight.data_ptr(), tuple(weight.shape)] = old
-            if state is None:
-                self._resize(named, weights)
-                return self.digest
-            for name, tensor_patch in changed.items():
-                weight = named[name]
-                indices, values = tensor_patch.indices.to(weight.device), tensor_patch.values.to(weight.device)
-                state.update(name, weight, indices, old_of[weight.data_ptr(), tuple(weight.shape)], values)
-            for name in self.removed:
+        gone = [*self.removed, *(name for name in self.added if name in named)]
+        leaders = _tied_leaders({name: named[name] for name in named if name not in set(gone)}, changed)
+        if state is not None:
+            # Before anything is written: what goes may share memory with what changes.
+            for name in gone:
                 state.remove_tensor(name, named[name])
             for name, tensor in self.added.items():
-                if name in named:
-                    state.remove_tensor(name, named[name])
                 state.add_tensor(name, tensor)
-            result = state.hexdigest()
-            if self.digest and result != self.digest:
-                raise VerificationError(
-                    f"after the patch the weights have digest {result}, expected {self.digest}; they were rolled back. "
-                    "The patch or the weights were damaged in memory: load both again"
-                )
-            self._resize(named, weights)
+        arrivals = self._arrivals(named)
+        undo: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        try:
+            for name in dict.fromkeys(leaders.values()):
+                weight, indices, values = named[name], *_on_device(changed[name], named[name].device)
+                undo[name] = weight, indices, ops.exchange_patch_(weight, indices, values, check=False)
+            result = self.digest
+            if state is not None:
+                for name, item in changed.items():
+                    weight, _, old = undo[leaders[name]]
+                    indices, values = _on_device(item, weight.device)
+                    state.update(name, weight, indices, old, values)
+                result = state.hexdigest()
+                if self.digest and result != self.digest:
+                    raise VerificationError(
+                        f"after the patch the weights have digest {result}, expected {self.digest}; they were rolled "
+                        "back. The patch or the weights were damaged in memory: load both again"
+                    )
+            if isinstance(weights, MutableMapping):
+                for name, tensor in arrivals.items():
+                    weights[name] = tensor
+                for name in self.removed:
+                    del weights[name]
             return result
         except BaseException:
-            for weight, indices, old in reversed(undo):
+            for weight, indices, old in undo.values():
                 ops.apply_patch_(weight, indices, old, check=False)
+            if isinstance(weights, MutableMapping):
+                _restore_entries(weights, named, (*self.removed, *self.added))
             raise
 
     def _check_base(self, named: dict[str, Tensor], current_digest: str | None, verify: bool) -> StateDigest | None:
@@ -281,13 +287,25 @@ class Patch:
             )
         return state
 
-    def _resize(self, named: dict[str, Tensor], weights: Params) -> None:
-        if isinstance(weights, MutableMapping):
-            for name in self.removed:
-                del weights[name]
-            for name, tensor in self.added.items():
-                device = named[name].device if name in named else _only_device(named, tensor)
-                weights[name] = tensor.to(device, copy=True)
+    def _arrivals(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the added tensors, each where the one it replaces, or all the others, are."""
+        return {
+            name: tensor.to(named[name].device if name in named else _only_device(named, tensor), copy=True)
+            for name, tensor in self.added.items()
+        }
+
+
+def _on_device(item: TensorPatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    return item.indices.to(device), item.values.to(device)
+
+
+def _restore_entries(weights: MutableMapping[str, Tensor], named: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Make ``weights`` hold under ``names`` what ``named`` holds, or nothing."""
+    for name in names:
+        if name not in named:
+            weights.pop(name, None)
+        elif weights.get(name) is not named[name]:
+            weights[name] = named[name]
 
 
 def _same_kind(a: Tensor, b: Tensor) -> bool:
@@ -299,17 +317,23 @@ def _only_device(named: dict[str, Tensor], tensor: Tensor) -> torch.device:
     return devices.pop() if len(devices) == 1 else tensor.device
 
 
-def _diff_by_device(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """``diff_compact_many`` for tensors on any mix of devices, results in the given order."""
-    empty = torch.empty(0)
-    columns = ([empty] * len(new), [empty] * len(new), [empty] * len(new))
-    for device in dict.fromkeys(tensor.device for tensor in new):
-        members = [k for k, tensor in enumerate(new) if tensor.device == device]
-        parts = ops.diff_compact_many([new[k] for k in members], [old[k] for k in members], return_old=True)
-        for column, part in zip(columns, parts, strict=True):
-            for k, item in zip(members, part, strict=True):
-                column[k] = item
-    return columns
+def _diff_by_device(
+    names: Sequence[str], before: dict[str, Tensor], after: dict[str, Tensor]
+) -> list[tuple[Tensor, ...]]:
+    """(indices, values, old values, digest of the old tensor) of each name; one launch a device."""
+    rows: dict[str, tuple[Tensor, ...]] = {}
+    for name in names:
+        checks.diff(f"diff of {name!r}", after[name], before[name])
+    for device in dict.fromkeys(after[name].device for name in names):
+        here = [name for name in names if after[name].device == device]
+        columns = for_device(device.type).diff_digest_many(
+            [after[name] for name in here],
+            [before[name] for name in here],
+            [tensor_key(name, after[name].dtype, after[name].shape) for name in here],
+            [checks.index_dtype("diff", after[name].numel(), None) for name in here],
+        )
+        rows.update(zip(here, zip(*columns, strict=True), strict=True))
+    return [rows[name] for name in names]
 
 
 def _check_can_resize(patch: Patch, weights: Params) -> None:
@@ -357,31 +381,66 @@ def _spans(named: dict[str, Tensor]) -> Iterator[list[str]]:
         yield group
 
 
-def _without_ties(named: dict[str, Tensor], patches: dict[str, TensorPatch]) -> list[str]:
-    """The names to write: of tied tensors (one storage, several names) only the first, if all are set alike."""
-    written = []
+def _tied_leaders(named: dict[str, Tensor], patches: dict[str, TensorPatch]) -> dict[str, str]:
+    """Of each name in ``patches`` the one to write for it: of tied tensors (one memory, several names) the first.
+
+    ValueError where tensors share memory and the patch does not set them alike.
+    """
+    leaders = {}
     for group in _spans(named):
-        touched = [name for name in group if name in patches]
-        if not touched:
-            continue
-        if len(group) > 1:
-            first, lead = named[touched[0]], patches[touched[0]]
-            for name in group:
-                tensor = named[name]
-                alike = (
-                    tensor.data_ptr() == first.data_ptr()
-                    and tensor.shape == first.shape
-                    and tensor.stride() == first.stride()
-                    and tensor.dtype == first.dtype
-                )
-                other = patches.get(name)
-                if not alike or other is None or not _same_changes(lead, other):
-                    raise ValueError(
-                        f"{touched[0]!r} and {name!r} share memory, but the patch sets them differently; untie them "
-                        "(clone one) or make the patch from tied weights"
-                    )
-        written.append(touched[0])
-    return written
+        for name in group:
+            if name not in patches:
+                continue
+            sharing = [other for other in group if other == name or _share_elements(named[name], named[other])]
+            for other in sharing:
+                _check_tied(name, other, named, patches)
+            leaders[name] = sharing[0]
+    return leaders
+
+
+def _check_tied(name: str, other: str, named: dict[str, Tensor], patches: dict[str, TensorPatch]) -> None:
+    if name == other:
+        return
+    if not _same_place(named[name], named[other]):
+        raise ValueError(
+            f"{name!r} and {other!r} are different views of shared memory, so that the patch of one would change the "
+            "other; untie them (clone one)"
+        )
+    if other not in patches or not _same_changes(patches[name], patches[other]):
+        raise ValueError(
+            f"{name!r} and {other!r} share memory, but the patch sets them differently; untie them (clone one) or make "
+            "the patch from tied weights"
+        )
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    )  # fmt: skip
+
+
+class _Place:
+    """A tensor's place in memory in numpy's terms. The memory itself is not touched, so any device will do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose address ranges overlap have a byte in common; columns of one matrix do not."""
+    if _same_place(a, b):
+        return True
+    try:
+        return bool(np.shares_memory(np.asarray(_Place(a)), np.asarray(_Place(b)), max_work=1 << 20))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def _same_changes(a: TensorPatch, b: TensorPatch) -> bool:

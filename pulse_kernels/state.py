@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -79,8 +80,8 @@ class StateDigest:
     @classmethod
     def fromhex(cls, text: str) -> StateDigest:
         """The digest that ``hexdigest`` printed; ValueError if it is not 32 hexadecimal digits."""
-        if len(text) != 32:
-            raise ValueError(f"digest {text!r:.50} has {len(text)} characters, expected 32 hexadecimal digits")
+        if not re.fullmatch("[0-9a-fA-F]{32}", text):
+            raise ValueError(f"digest {text!r:.50} ({len(text)} characters), expected 32 hexadecimal digits")
         return cls((int(text[:16], 16), int(text[16:], 16)))
 
     def copy(self) -> StateDigest:
@@ -107,6 +108,10 @@ class StateDigest:
     def add_presence(self, name: str, like: Kind) -> None:
         """Count in that a tensor is there; its values follow with ``add_slice``."""
         self._shift(_presence(tensor_key(name, like.dtype, like.shape)))
+
+    def add_lanes(self, lanes: Iterable[int]) -> None:
+        """Count in what ``digest`` gave for a tensor under its ``tensor_key``."""
+        self._shift(lanes)
 
     def add_slice(self, name: str, like: Kind, start: int, flat: Tensor) -> None:
         """Count in the values of a tensor from flat position ``start`` on."""

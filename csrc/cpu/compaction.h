@@ -12,6 +12,7 @@
 
 #include "kernels.h"
 #include "runner.h"
+#include "state_digest.h"
 
 namespace pulse {
 
@@ -21,6 +22,14 @@ class Compaction {
  public:
   Compaction(std::vector<CompactItem> items, CompactFn kernel, int value_bytes, bool keep_old)
       : items_(std::move(items)), kernel_(kernel), value_bytes_(value_bytes), keep_old_(keep_old) {}
+
+  // Also take the digest of every target as it was, under one key each, while its chunks are in the cache.
+  void keep_digests(const std::vector<uint64_t>& keys, DigestFn kernel) {
+    for (const uint64_t key : keys) digest_keys_.push_back(std::make_unique<DigestKey>(key));
+    digests_ = std::vector<std::atomic<uint64_t>>(2 * keys.size());
+    digest_kernel_ = kernel;
+  }
+  uint64_t digest(size_t item, int lane) const { return digests_[2 * item + lane]; }
 
   // Returns false if memory for the changes ran out; every tensor is then as it was.
   bool run(Runner& runner, bool update) {
@@ -42,6 +51,7 @@ class Compaction {
         return;
       }
       piece.sink = sink;
+      if (!digest_keys_.empty()) add_digest(piece, end);
       piece.count = kernel_(item, piece.begin, end, sink, update);
       slabs_[worker].back().used += piece.count;
     });
@@ -82,7 +92,7 @@ class Compaction {
   }
 
   // Puts the overwritten values back. Needs keep_old.
-  void undo() {
+  void undo() const {
     for (const Piece& piece : pieces_) {
       auto* target = static_cast<uint8_t*>(items_[piece.item].target) + piece.begin * value_bytes_;
       const auto* old = static_cast<const uint8_t*>(piece.sink.old_values);
@@ -99,6 +109,14 @@ class Compaction {
     CompactSink sink;
     int64_t at;
   };
+
+  void add_digest(const Piece& piece, int64_t end) {
+    uint64_t sums[2] = {0, 0};
+    const auto* data = static_cast<const uint8_t*>(items_[piece.item].target) + piece.begin * value_bytes_;
+    add_bytes(*digest_keys_[piece.item], digest_kernel_, data, value_bytes_, end - piece.begin, piece.begin, sums);
+    digests_[2 * piece.item] += sums[0];
+    digests_[2 * piece.item + 1] += sums[1];
+  }
 
   // Untouched pages of a slab cost nothing, so each holds many chunks at a few per cent and one at 100%.
   struct Slab {
@@ -135,6 +153,9 @@ class Compaction {
   std::vector<Piece> pieces_;
   std::vector<std::vector<Slab>> slabs_;
   std::vector<int64_t> totals_;
+  std::vector<std::unique_ptr<DigestKey>> digest_keys_;
+  std::vector<std::atomic<uint64_t>> digests_;
+  DigestFn digest_kernel_ = nullptr;
 };
 
 }  // namespace pulse

@@ -85,15 +85,20 @@ CompactItem compact_item(int64_t kind, const Tensor& source, const Tensor& targe
   return {read(source), target_data, third == nullptr ? nullptr : read(*third), n};
 }
 
-std::tuple<Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources, Tensors targets, Tensors thirds,
-                                                   std::vector<int64_t> wide, bool update, bool keep_old) {
+// With `keys`, also the targets' digests as they were: int64[2] each.
+std::tuple<Tensors, Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources, Tensors targets,
+                                                            Tensors thirds, std::vector<int64_t> wide,
+                                                            std::vector<int64_t> keys, bool update, bool keep_old) {
+  require(keys.empty() || keys.size() == targets.size(), "lists differ in length");
   require(sources.size() == targets.size() && wide.size() == targets.size(), "lists differ in length");
   require(kind >= kGateBf16 && kind <= kResidualFp16, "unknown kind");
-  std::vector<int64_t> groups;  // tensors of one element size share a pass
-  std::tuple<Tensors, Tensors, Tensors> result{Tensors(targets.size()), Tensors(targets.size()),
-                                               Tensors(targets.size())};
+  require(thirds.empty() || thirds.size() == targets.size(), "lists differ in length");
+  const size_t n_targets = targets.size();
+  std::tuple<Tensors, Tensors, Tensors, Tensors> result{Tensors(n_targets), Tensors(n_targets), Tensors(n_targets),
+                                                        Tensors(keys.size())};
   TorchRunner runner;
-  for (const int64_t size : {1, 2, 4, 8}) {
+  std::vector<Compaction> passes;  // tensors of one element size share one; kept until all succeeded
+  const auto one_pass = [&](int64_t size) {
     std::vector<size_t> members;
     std::vector<CompactItem> items;
     for (size_t k = 0; k < targets.size(); ++k) {
@@ -102,8 +107,14 @@ std::tuple<Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources
       members.push_back(k);
       items.push_back(compact_item(kind, sources[k], targets[k], thirds.empty() ? nullptr : &thirds[k], update));
     }
-    if (members.empty()) continue;
-    Compaction compaction(std::move(items), compact_kernel(kind, size), static_cast<int>(size), keep_old || update);
+    if (members.empty()) return;
+    passes.emplace_back(std::move(items), compact_kernel(kind, size), static_cast<int>(size), keep_old || update);
+    Compaction& compaction = passes.back();
+    if (!keys.empty()) {
+      std::vector<uint64_t> member_keys;
+      for (const size_t k : members) member_keys.push_back(static_cast<uint64_t>(keys[k]));
+      compaction.keep_digests(member_keys, digest_kernel(best_kernels(), size));
+    }
     require(compaction.run(runner, update), "out of memory; nothing was changed");
     std::vector<Compaction::Output> outputs;
     for (size_t m = 0; m < members.size(); ++m) {
@@ -116,8 +127,22 @@ std::tuple<Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources
       std::get<0>(result)[k] = indices;
       std::get<1>(result)[k] = values;
       std::get<2>(result)[k] = old_values;
+      if (!keys.empty()) {
+        Tensor sums = fresh(targets[k], 2, ScalarType::Long);
+        auto* lanes = static_cast<uint64_t*>(sums.mutable_data_ptr());
+        for (int lane = 0; lane < 2; ++lane) lanes[lane] = compaction.digest(m, lane);
+        std::get<3>(result)[k] = sums;
+      }
     }
     compaction.write(runner, outputs);
+  };
+  try {
+    for (const int64_t size : {1, 2, 4, 8}) one_pass(size);
+  } catch (...) {  // a list the checks refuse, or no memory for the results
+    if (update) {
+      for (const Compaction& compaction : passes) compaction.undo();
+    }
+    throw;
   }
   return result;
 }
@@ -129,6 +154,8 @@ int64_t compact_out(int64_t kind, const Tensor& source, const Tensor& target, co
   require(values.numel() == capacity && element_size(values) == size, "values do not fit");
   require(!old_values || (old_values->numel() == capacity && element_size(*old_values) == size), "old do not fit");
   require(is_wide(indices) || target.numel() <= INT32_MAX, "too many elements for int32 indices");
+  const Compaction::Output output{write(indices), is_wide(indices), write(values),
+                                  old_values ? write(*old_values) : nullptr};
   TorchRunner runner;
   Compaction compaction({compact_item(kind, source, target, nullptr, update)}, compact_kernel(kind, size),
                         static_cast<int>(size), update || old_values.has_value());
@@ -136,8 +163,7 @@ int64_t compact_out(int64_t kind, const Tensor& source, const Tensor& target, co
   if (compaction.total(0) > capacity) {
     if (update) compaction.undo();
   } else {
-    compaction.write(runner, {{write(indices), is_wide(indices), write(values),
-                               old_values ? write(*old_values) : nullptr}});
+    compaction.write(runner, {output});
   }
   return compaction.total(0);
 }
@@ -293,19 +319,12 @@ std::tuple<Tensor, std::string> unpack(const Tensor& packed, bool wide) {
 // ---- digest ---------------------------------------------------------------------------------------------------------
 
 Tensor state_digest(const Tensor& tensor, int64_t key, int64_t start) {
-  const KernelTable& k = best_kernels();
+  const int64_t size = element_size(tensor);
+  require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
   TorchRunner runner;
   Tensor result = fresh(tensor, 2, ScalarType::Long);
-  auto* out = static_cast<uint64_t*>(result.mutable_data_ptr());
-  const void* data = read(tensor);
-  const int64_t n = tensor.numel();
-  switch (element_size(tensor)) {
-    case 1: digest(runner, k.digest1, static_cast<const uint8_t*>(data), n, key, start, out); break;
-    case 2: digest(runner, k.digest2, static_cast<const uint16_t*>(data), n, key, start, out); break;
-    case 4: digest(runner, k.digest4, static_cast<const uint32_t*>(data), n, key, start, out); break;
-    case 8: digest(runner, k.digest8, static_cast<const uint64_t*>(data), n, key, start, out); break;
-    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
-  }
+  digest(runner, digest_kernel(best_kernels(), size), read(tensor), size, tensor.numel(), key, start,
+         static_cast<uint64_t*>(result.mutable_data_ptr()));
   return result;
 }
 
@@ -411,8 +430,8 @@ std::string instruction_set() { return best_kernels().name; }
 
 STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def(
-      "compact_many(int kind, Tensor[] sources, Tensor(a!)[] targets, Tensor[] thirds, int[] wide, bool update, "
-      "bool keep_old) -> (Tensor[], Tensor[], Tensor[])");
+      "compact_many(int kind, Tensor[] sources, Tensor(a!)[] targets, Tensor[] thirds, int[] wide, int[] keys, "
+      "bool update, bool keep_old) -> (Tensor[], Tensor[], Tensor[], Tensor[])");
   m.def(
       "compact_out(int kind, Tensor source, Tensor(a!) target, Tensor(b!) indices, Tensor(c!) values, "
       "Tensor(d!)? old_values, bool update) -> int");

@@ -9,7 +9,7 @@
 
 namespace pulse {
 
-constexpr int64_t kDigestTask = 1 << 10;  // blocks of 256 elements
+constexpr int64_t kDigestTask = 1 << 18;  // elements
 constexpr int64_t kUpdateTask = 1 << 14;  // changed entries
 
 struct DigestKey {
@@ -32,30 +32,49 @@ void add_weighted(const DigestKey& key, uint64_t position, T bits, uint64_t sums
   }
 }
 
+// Adds elements [0, n) of data, the first of which has position `start`; whole blocks by the vector kernel.
 template <class T>
-void digest(Runner& runner, DigestFn blocks_fn, const T* data, int64_t n, uint64_t key_value, uint64_t start,
-            uint64_t result[2]) {
-  const DigestKey key(key_value);
+void add_range(const DigestKey& key, DigestFn blocks_fn, const T* data, int64_t n, uint64_t start, uint64_t sums[2]) {
   const int64_t to_boundary = (kDigestBlock - start % kDigestBlock) % kDigestBlock;
   const int64_t head = n < to_boundary ? n : to_boundary;
   const int64_t blocks = (n - head) / kDigestBlock;
+  for (int64_t k = 0; k < head; ++k) add_weighted(key, start + k, data[k], sums);
+  blocks_fn(data + head, blocks, (start + head) / kDigestBlock, key.seeds, key.slots, sums);
+  for (int64_t k = head + blocks * kDigestBlock; k < n; ++k) add_weighted(key, start + k, data[k], sums);
+}
+
+inline DigestFn digest_kernel(const KernelTable& k, int64_t element_size) {
+  return element_size == 1 ? k.digest1 : element_size == 2 ? k.digest2 : element_size == 4 ? k.digest4 : k.digest8;
+}
+
+// add_range for elements of a size known at run time.
+inline void add_bytes(const DigestKey& key, DigestFn fn, const void* data, int64_t size, int64_t n, uint64_t start,
+                      uint64_t sums[2]) {
+  switch (size) {
+    case 1: return add_range(key, fn, static_cast<const uint8_t*>(data), n, start, sums);
+    case 2: return add_range(key, fn, static_cast<const uint16_t*>(data), n, start, sums);
+    case 4: return add_range(key, fn, static_cast<const uint32_t*>(data), n, start, sums);
+    default: return add_range(key, fn, static_cast<const uint64_t*>(data), n, start, sums);
+  }
+}
+
+inline void digest(Runner& runner, DigestFn fn, const void* data, int64_t size, int64_t n, uint64_t key_value,
+                   uint64_t start, uint64_t result[2]) {
+  const DigestKey key(key_value);
   std::atomic<uint64_t> total0{0}, total1{0};
-  runner.for_each((blocks + kDigestTask - 1) / kDigestTask, [&](int, int64_t task) {
+  runner.for_each((n + kDigestTask - 1) / kDigestTask, [&](int, int64_t task) {
     const int64_t first = task * kDigestTask;
-    const int64_t count = blocks < first + kDigestTask ? blocks - first : kDigestTask;
+    const int64_t count = n < first + kDigestTask ? n - first : kDigestTask;
     uint64_t sums[2] = {0, 0};
-    blocks_fn(data + head + first * kDigestBlock, count, (start + head) / kDigestBlock + first, key.seeds, key.slots,
-              sums);
+    add_bytes(key, fn, static_cast<const uint8_t*>(data) + first * size, size, count, start + first, sums);
     total0 += sums[0];
     total1 += sums[1];
   });
-  uint64_t sums[2] = {total0, total1};
-  for (int64_t k = 0; k < head; ++k) add_weighted(key, start + k, data[k], sums);
-  for (int64_t k = head + blocks * kDigestBlock; k < n; ++k) add_weighted(key, start + k, data[k], sums);
-  result[0] = sums[0];
-  result[1] = sums[1];
+  result[0] = total0;
+  result[1] = total1;
 }
 
+// Positions are sorted, so neighbours mostly share a block, whose factors are mixed once.
 template <class T, class Index>
 void digest_update(Runner& runner, const Index* indices, const T* old_values, const T* new_values, int64_t n,
                    uint64_t key_value, uint64_t result[2]) {
@@ -63,13 +82,26 @@ void digest_update(Runner& runner, const Index* indices, const T* old_values, co
   std::atomic<uint64_t> total0{0}, total1{0};
   runner.for_each((n + kUpdateTask - 1) / kUpdateTask, [&](int, int64_t task) {
     const int64_t end = n < (task + 1) * kUpdateTask ? n : (task + 1) * kUpdateTask;
-    uint64_t sums[2] = {0, 0};
+    uint64_t total[2] = {0, 0}, block_sums[2] = {0, 0}, block = ~uint64_t{0};
+    const auto close_block = [&] {
+      for (int lane = 0; lane < 2; ++lane) {
+        total[lane] += block_factor(key.seeds[lane], block) * block_sums[lane];
+        block_sums[lane] = 0;
+      }
+    };
     for (int64_t k = task * kUpdateTask; k < end; ++k) {
+      const auto position = static_cast<uint64_t>(indices[k]);
+      if (position / kDigestBlock != block) {
+        close_block();
+        block = position / kDigestBlock;
+      }
       const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
-      add_weighted(key, static_cast<uint64_t>(indices[k]), change, sums);
+      block_sums[0] += change * key.slots[position % kDigestBlock];
+      block_sums[1] += change * key.slots[kDigestBlock + position % kDigestBlock];
     }
-    total0 += sums[0];
-    total1 += sums[1];
+    close_block();
+    total0 += total[0];
+    total1 += total[1];
   });
   result[0] += total0;
   result[1] += total1;

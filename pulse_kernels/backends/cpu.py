@@ -41,30 +41,33 @@ def compact_many(
     return_old: bool,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     kinds = [_kind(op, target) for target in targets]
-    columns: tuple[list[Tensor], ...] = ([], [], [])
     if len(set(kinds)) > 1 or (update and not all(target.is_contiguous() for target in targets)):
-        rows = zip(sources, targets, index_dtypes, strict=True)
-        for source, target, dtype in rows:
-            for column, part in zip(columns, _compact_one(op, source, target, dtype, update, return_old), strict=True):
-                column.append(part)
-        return columns[0], columns[1], columns[2]
+        # Every row is found before the first weight is written, so that running out of memory changes nothing.
+        rows = [
+            compact_many(op, [source], [target], [dtype], False, return_old)
+            for source, target, dtype in zip(sources, targets, index_dtypes, strict=True)
+        ]
+        indices, values, old = ([row[k][0] for row in rows] for k in range(3))
+        if update:
+            for target, index, value in zip(targets, indices, values, strict=True):
+                apply_patch_(target, index, value)
+        return indices, values, old
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     dense_sources, dense_targets = [_dense(t) for t in sources], [_dense(t) for t in targets]
-    indices, values, old = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, update, return_old)
+    columns = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, [], update, return_old)
+    indices, values, old, _ = columns
     return indices, values, old
 
 
-def _compact_one(
-    op: str, source: Tensor, target: Tensor, index_dtype: torch.dtype, update: bool, return_old: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    in_place = update and target.is_contiguous()
-    dense = _dense(target)
-    wide = [int(index_dtype is torch.int64)]
-    columns = _raw.compact_many(_kind(op, target), [_dense(source)], [dense], [], wide, in_place, return_old)
-    indices, values, old = (column[0] for column in columns)
-    if update and not in_place:
-        apply_patch_(target, indices, values)
-    return indices, values, old
+def diff_digest_many(
+    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    wide = [int(dtype is torch.int64) for dtype in index_dtypes]
+    dense_new, dense_old = [_dense(t) for t in new], [_dense(t) for t in old]
+    indices, values, old_values, digests = _raw.compact_many(
+        _DIFF_KIND, dense_new, dense_old, [], wide, keys, False, True
+    )
+    return indices, values, old_values, digests
 
 
 def compact_out(
@@ -94,7 +97,7 @@ def gate_residual_many(
 ) -> tuple[list[Tensor], list[Tensor]]:
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     arguments = ([_dense(t) for t in tensors] for tensors in (thetas, locals_, residuals))
-    indices, values, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, False, False)
+    indices, values, _, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, [], False, False)
     return indices, values
 
 

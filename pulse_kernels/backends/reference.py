@@ -347,6 +347,14 @@ def digest(tensor: Tensor, key: int, start: int) -> Tensor:
     return total
 
 
+def diff_digest_many(
+    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """``diff_compact`` with the old values, and the digests of ``old``, in one pass where the back end can."""
+    columns = compact_many("diff_compact", new, old, index_dtypes, False, True)
+    return *columns, [digest(tensor, key, 0) for tensor, key in zip(old, keys, strict=True)]
+
+
 def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:
     change = _unsigned_bits(new) - _unsigned_bits(old)
     return digest + (change * digest_weights(indices.long(), key)).sum(1)
@@ -389,7 +397,7 @@ def decode_gaps(top: Tensor, low: Tensor, escapes: Tensor, start: int, stop: int
     high = top.long()
     escaped = (high == 255).nonzero().squeeze(1)
     rest = _read_leb128(escapes, escaped.numel())
-    if any(value >= stop - start for value in rest):
+    if any(value > (stop - start) >> (8 if low.numel() else 0) for value in rest):  # shifted up, it could wrap
         raise PatchFormatError(f"gaps: an escaped gap of {max(rest)} in a range of {stop - start}")
     high[escaped] += torch.tensor(rest, dtype=torch.int64, device=high.device)
     gaps = (high << 8) | low.long() if low.numel() else high

@@ -10,7 +10,7 @@ container.py  the safetensors file around both
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pulse_kernels import checks
 from pulse_kernels import patch as _patch
 from pulse_kernels.backends import for_device
 from pulse_kernels.checks import INT32_NUMEL
@@ -92,6 +93,16 @@ def _old_values(item: TensorPatch, base: Mapping[str, Tensor] | None, profile: s
     return for_device(tensor.device.type).gather(tensor, indices).cpu()
 
 
+def _checked_indices(item: TensorPatch) -> Tensor:
+    """The indices on the CPU, in a dtype that holds every position; IndexError unless sorted, unique and in range."""
+    indices = item.indices.cpu().contiguous()
+    if item.numel > INT32_NUMEL:
+        indices = indices.long()
+    bad = for_device("cpu").first_bad_index(indices, item.numel)
+    checks.index_order(f"patch of {item.name!r:.200}", indices, item.numel, bad)
+    return indices
+
+
 def _base_tensor(base: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if name not in base:
         raise BaseMismatchError(f"the base lacks {name!r}, which the patch changes; pass the patch's own base")
@@ -115,14 +126,14 @@ def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> Pat
     builder = PatchBuilder(header)
     jobs: list[tuple[TensorHeader, Callable[[], Segment]]] = []
     for target, item in zip(header.tensors, patch.tensors.values(), strict=True):
+        indices, values = _checked_indices(item), item.values.cpu()
         old = _old_values(item, base, profile)
-        indices, values = item.indices.cpu(), item.values.cpu()
         for start, numel, first, last in bounds(indices, item.numel):
             part = slice(first, last)
             before = None if old is None else old[part]
             jobs.append((target, _later(encode_changes, start, numel, indices[part], values[part], before, profile)))
     for target, tensor in zip(header.added, patch.added.values(), strict=True):
-        flat = tensor.detach().cpu().reshape(-1)
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
         for start in range(0, flat.numel(), SEGMENT_NUMEL):
             jobs.append((target, _later(encode_whole, start, flat[start : start + SEGMENT_NUMEL], profile)))
     for (target, _), segment in zip(jobs, parallel_map(lambda job: job[1](), jobs, _threads(profile)), strict=True):
@@ -142,16 +153,16 @@ def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> byt
 def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
     """Write a patch file under a temporary name, sync, rename; returns its bytes."""
     target = Path(path)
-    temporary = None
+    temporary = target.parent / f".pulse-{secrets.token_hex(8)}.tmp"
+    ours = False
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".pulse-", suffix=".tmp", delete=False) as file:
-            temporary = file.name
+        with open(temporary, "xb") as file:
+            ours = True
             size = sum(file.write(chunk) for chunk in builder.chunks())
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
-        temporary = None
+        ours = False
         return size
     except OSError as error:
         raise PulseError(
@@ -159,14 +170,8 @@ def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
             "its permissions and its free space"
         ) from error
     finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        if ours:
+            temporary.unlink(missing_ok=True)
 
 
 def save(patch: Patch, path: str | os.PathLike[str], profile: str, base: Mapping[str, Tensor] | None) -> int:
@@ -247,7 +252,8 @@ def decode(
 
 
 def _check_base_digest(header: PatchHeader, base: Mapping[str, Tensor], current_digest: str | None) -> None:
-    found = current_digest if current_digest is not None else StateDigest.of(base).hexdigest()
+    state = StateDigest.of(base) if current_digest is None else StateDigest.fromhex(current_digest)
+    found = state.hexdigest()
     if found != header.base_digest:
         raise BaseMismatchError(
             f"the base has digest {found}, the patch was made against {header.base_digest}"

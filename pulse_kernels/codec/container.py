@@ -37,6 +37,16 @@ def _outer_header(header: PatchHeader, text: str) -> dict[str, Any]:
     return outer
 
 
+def _check_readable(header: PatchHeader, text: str) -> None:
+    """ValueError for a header that a reader would refuse, or read as another."""
+    try:
+        again = PatchHeader.from_json(text)
+    except PatchFormatError as error:
+        raise ValueError(f"the patch cannot be written, a reader would refuse it: {error}") from None
+    if again.layout != header.layout:
+        raise ValueError("the patch's layout is not plain JSON data: keys must be text, sequences lists")
+
+
 class PatchBuilder:
     """Collects coded segments; ``chunks`` then gives the file."""
 
@@ -52,6 +62,7 @@ class PatchBuilder:
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, piece by piece."""
         text = self.header.to_json()
+        _check_readable(self.header, text)
         outer = json.dumps(_outer_header(self.header, text), separators=(",", ":"), ensure_ascii=False).encode()
         outer += b" " * (-len(outer) % 8)
         if len(outer) > MAX_HEADER_BYTES:
@@ -82,7 +93,10 @@ class PatchReader:
             raise PatchFormatError(
                 f"a header of {length} bytes in a file of {len(view)}: not a patch file, or a truncated one"
             )
-        outer = parse_json(bytes(view[8 : 8 + length]), "safetensors header")
+        head = bytes(view[8 : 8 + length])
+        if not head.startswith(b"{"):
+            raise PatchFormatError(f"the file starts with {bytes(view[:16])!r}: not a safetensors file, so no patch")
+        outer = parse_json(head, "safetensors header")
         metadata = outer.get("__metadata__") if isinstance(outer, dict) else None
         if not isinstance(metadata, dict) or not isinstance(metadata.get("pulse"), str):
             raise PatchFormatError(
@@ -99,7 +113,9 @@ class PatchReader:
                 f"patch header: CRC-32 {crc}, the file says {metadata.get('pulse_crc32')!r:.20}; the file is damaged"
             )
         self.header = PatchHeader.from_json(text)
-        if outer != _outer_header(self.header, text):
+        expected = _outer_header(self.header, text)
+        # Compared as text too: in Python 1 == 1.0 == True.
+        if outer != expected or json.dumps(outer, sort_keys=True) != json.dumps(expected, sort_keys=True):
             raise PatchFormatError("the list of streams does not fit the patch header; the file is damaged")
         self._data = view[8 + length :]
         needed = sum(size for _, size in _streams(self.header))

@@ -17,6 +17,7 @@ from pulse_kernels.errors import PatchFormatError
 FORMAT_VERSION = 1
 MAX_NAME_BYTES = 4096
 MAX_NUMEL = 1 << 62
+MAX_NUMBER_CHARS = 100
 _DIGEST = re.compile(r"(?:[0-9a-f]{32})?\Z")
 
 
@@ -121,14 +122,23 @@ class PatchHeader:
         }
         if self.layout is not None:
             content["layout"] = self.layout
-        return json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        try:
+            return json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the patch header does not go into JSON: {error}; is layout plain data?") from None
 
     @classmethod
     def from_json(cls, text: str) -> PatchHeader:
         """Out of untrusted text; PatchFormatError where anything is missing, unknown or inconsistent."""
-        content = parse_json(text, "patch header")
-        if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-            found = content.get("format") if isinstance(content, dict) else content
+        try:
+            return cls._from_content(parse_json(text, "patch header"))
+        except RecursionError:
+            raise PatchFormatError("patch header: nested too deep; the file is damaged") from None
+
+    @classmethod
+    def _from_content(cls, content: Any) -> PatchHeader:
+        found = content.get("format") if isinstance(content, dict) else content
+        if type(found) is not int or found != FORMAT_VERSION:
             raise PatchFormatError(
                 f"patch header: format {found!r:.60}, expected {FORMAT_VERSION}; a newer pulse_kernels may read it"
             )
@@ -160,6 +170,10 @@ class PatchHeader:
         layout = content.get("layout")
         if layout is not None and not isinstance(layout, dict):
             raise PatchFormatError(f"patch header: layout is {layout!r:.60}, expected an object")
+        try:
+            json.dumps(layout, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise PatchFormatError("patch header: layout is not Unicode text") from None
         tensors = [_tensor_from_json(item, whole=False) for item in content["tensors"]]
         added = [_tensor_from_json(item, whole=True) for item in content["added"]]
         removed = [_checked_name(name) for name in content["removed"]]
@@ -207,8 +221,11 @@ def _tensor_from_json(item: Any, *, whole: bool) -> TensorHeader:
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise PatchFormatError(f"{what}: dtype {dtype_name!r:.60}, expected one of {', '.join(DTYPES)}")
     sizes_fit = isinstance(shape, list) and all(type(size) is int and 0 <= size <= MAX_NUMEL for size in shape)
-    if not sizes_fit or len(shape) > 64 or math.prod(shape) > MAX_NUMEL:
-        raise PatchFormatError(f"{what}: shape {shape!r:.80}, expected up to 64 sizes with a product up to 2^62")
+    # Zeros count as ones here: strides multiply the other sizes whether there are elements or not.
+    if not sizes_fit or len(shape) > 64 or math.prod(max(size, 1) for size in shape) > MAX_NUMEL:
+        raise PatchFormatError(
+            f"{what}: shape {shape!r:.80}, expected up to 64 sizes with a product (without zeros) up to 2^62"
+        )
     if not isinstance(segments, list):
         raise PatchFormatError(f"{what}: segments are {segments!r:.60}, expected a list")
     header = TensorHeader(name, dtype_name, tuple(shape))
@@ -229,7 +246,7 @@ def _tensor_from_json(item: Any, *, whole: bool) -> TensorHeader:
 
 
 def parse_json(text: str | bytes, what: str) -> Any:
-    """Strict JSON: no duplicate keys, no NaN, no floats where none belong."""
+    """Strict JSON, in UTF-8 where it comes as bytes: no duplicate keys, no numbers that are infinite or endless."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -240,8 +257,17 @@ def parse_json(text: str | bytes, what: str) -> Any:
     def refuse(token: str) -> Any:
         raise PatchFormatError(f"{what}: the number {token!r:.40}")
 
+    def integer(token: str) -> int:
+        return int(token) if len(token) <= MAX_NUMBER_CHARS else refuse(token)
+
+    def real(token: str) -> float:
+        value = float(token) if len(token) <= MAX_NUMBER_CHARS else math.inf
+        return value if math.isfinite(value) else refuse(token)
+
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        # As text: out of bytes, json.loads would take UTF-16 and UTF-32 as well.
+        text = text.decode() if isinstance(text, bytes) else text
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_int=integer, parse_float=real)
     except (ValueError, RecursionError) as error:
         if isinstance(error, PatchFormatError):
             raise

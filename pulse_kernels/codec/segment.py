@@ -80,14 +80,15 @@ class Segment:
 
 
 def bounds(indices: Tensor, numel: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, numel, first entry, last entry) of every segment that has changes."""
-    starts = range(0, numel, SEGMENT_NUMEL)
-    # The last boundary may not fit int32 indices; it is the end anyway.
-    inner = torch.tensor(list(starts)[1:], dtype=torch.int64).to(indices.dtype)
-    cuts = [0, *torch.searchsorted(indices, inner.to(indices.device)).tolist(), indices.numel()]
-    for start, first, last in zip(starts, cuts, cuts[1:], strict=False):
-        if last > first:
-            yield start, min(SEGMENT_NUMEL, numel - start), first, last
+    """(start, numel, first entry, entry behind the last) of every segment that has changes; ``indices``: checked."""
+    first = 0
+    while first < indices.numel():
+        start = int(indices[first]) // SEGMENT_NUMEL * SEGMENT_NUMEL
+        stop = min(start + SEGMENT_NUMEL, numel)
+        # Searched by the segment's last position: the one behind it may not fit the indices' dtype.
+        last = int(torch.searchsorted(indices, indices.new_tensor([stop - 1]), right=True))
+        yield start, stop - start, first, last
+        first = last
 
 
 def encode_changes(
@@ -168,8 +169,6 @@ def decode_indices(header: SegmentHeader, stream: memoryview, what: str) -> Tens
     """Positions inside the segment, int32 [count]; checked: sorted, unique, in range."""
     _check_crc(stream, header.index_crc, what)
     backend = for_device("cpu")
-    if header.index_code == ALL:
-        return torch.arange(header.numel, dtype=torch.int32)
     parts = split(stream, header.index_parts, what)
     try:
         if header.index_code == PACKED:
@@ -244,6 +243,8 @@ def segment_from_json(item: Any, dtype: torch.dtype, what: str) -> SegmentHeader
         raise fail("codes of a whole tensor", (index_code, value_code))
     if index_code in (PACKED, ALL) and escape_bytes:
         raise fail("escape bytes", escape_bytes)
+    if index_code == ALL and index_crc:
+        raise fail("index CRC", index_crc)
     if escape_bytes > 9 * count:
         raise fail("escape bytes", escape_bytes)
     if value_code == RAW and value_parts[0] != count * dtype.itemsize:

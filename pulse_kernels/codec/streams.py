@@ -14,6 +14,7 @@ from torch import Tensor
 from pulse_kernels.errors import PatchFormatError
 
 ZSTD_LEVEL = 1
+MAX_WINDOW = 1 << 27  # bytes: what a streaming zstd decoder takes without being told
 _MIN_ZSTD = 64  # bytes below which a frame's own header outweighs the gain
 _local = threading.local()
 
@@ -59,22 +60,22 @@ def load_part(stored: memoryview, size: int, what: str) -> Tensor:
     if len(stored) > size:
         raise PatchFormatError(f"{what}: {len(stored)} stored bytes for {size} decoded ones; the file is damaged")
     try:
-        declared = zstandard.frame_content_size(stored)
-        if declared != size:
-            raise PatchFormatError(f"{what}: a zstd frame of {declared} bytes, expected {size}; the file is damaged")
-        array = np.empty(size, dtype=np.uint8)
-        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(bytes(stored))
-        filled = 0
-        while filled < size:
-            got = reader.readinto(memoryview(array)[filled:])  # type: ignore[arg-type]
-            if got == 0:
-                break
-            filled += got
-        if filled != size or reader.read(1) or reader.tell() != size:
-            raise PatchFormatError(f"{what}: a zstd frame gives {filled} bytes or more, expected {size}")
+        frame = zstandard.get_frame_parameters(stored)
+        if frame.content_size != size:
+            raise PatchFormatError(
+                f"{what}: a zstd frame of {frame.content_size} bytes, expected {size}; the file is damaged"
+            )
+        if frame.window_size > MAX_WINDOW:
+            raise PatchFormatError(
+                f"{what}: a zstd frame with a window of {frame.window_size} bytes, at most {MAX_WINDOW} are allowed"
+            )
+        # One frame and nothing behind it; more than the declared size does not fit the buffer and is an error.
+        data = zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PatchFormatError(f"{what}: {error}; the file is damaged") from None
-    return torch.from_numpy(array)
+    if len(data) != size:
+        raise PatchFormatError(f"{what}: a zstd frame gives {len(data)} bytes, expected {size}; the file is damaged")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def split(stream: memoryview, sizes: Sequence[int], what: str) -> list[memoryview]:
