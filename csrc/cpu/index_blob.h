@@ -56,6 +56,7 @@ class Packer {
     const IndexHeader header{kIndexMagic, 1, static_cast<uint8_t>(tables_.base_bytes), 0, numel_,
                              static_cast<uint64_t>(count_), payload_};
     std::memcpy(blob, &header, sizeof header);
+    if (tables_.blocks == 0) return;
     std::memcpy(blob + tables_.offsets_at, offsets_.data(), 4 * tables_.blocks);
     std::memset(blob + tables_.widths_at, 0, tables_.payload_at - tables_.widths_at);
     std::memcpy(blob + tables_.widths_at, widths_.data(), tables_.blocks);

@@ -141,8 +141,9 @@ def first_bad_index(indices: Tensor, numel: int) -> int:
     """Where ``indices`` first stops being strictly increasing within [0, numel), or -1."""
     if indices.numel() == 0:
         return -1
-    bad = (indices < 0) | (indices >= numel)
-    bad[1:] |= indices[1:] <= indices[:-1]
+    positions = indices.long()  # an int32 comparison would wrap numel
+    bad = (positions < 0) | (positions >= numel)
+    bad[1:] |= positions[1:] <= positions[:-1]
     where = bad.nonzero()
     return int(where[0]) if where.numel() else -1
 
