@@ -12,6 +12,7 @@ order or range; after an error every tensor is as it was.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,17 @@ def _dynamic() -> Any:
 def _each(function: Callable[..., None], *columns: Sequence[Any]) -> None:
     for row in zip(*columns, strict=True):
         function(*row)
+
+
+def _trace_row_by_row(many: Any, one: Any) -> None:
+    """Show ``many`` to torch.compile as ``one`` a row: it cannot make pure what both writes and returns lists."""
+
+    def rows(context: Any, *columns: Sequence[Any], **options: Any) -> Any:
+        with getattr(context, "mode", None) or contextlib.nullcontext():
+            results = [one(*row, **options) for row in zip(*columns, strict=True)]
+        return _columns(results, len(results[0])) if results and isinstance(results[0], tuple) else results
+
+    many.py_functionalize_impl(rows)
 
 
 def _columns(rows: list[tuple[Tensor, ...]], width: int) -> tuple[list[Tensor], ...]:
@@ -244,6 +256,8 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         back_end = backends.for_device(target.device.type)
         back_end.compact_out(op, source, target, indices, values, count, old_values, update)
 
+    if update:
+        _trace_row_by_row(many, one)
     return one, many, out
 
 
@@ -613,6 +627,9 @@ def _exchange_patch_many_(
         checks.patch("exchange_patch_many_", *row)
     _check_order("exchange_patch_many_", indices, weights, check)
     return [_exchange_checked(*row) for row in zip(weights, indices, values, strict=True)]
+
+
+_trace_row_by_row(_exchange_patch_many_, _exchange_patch_)
 
 
 def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> None:

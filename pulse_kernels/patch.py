@@ -119,7 +119,7 @@ class Patch:
 
     @classmethod
     def diff(cls, old: Params, new: Params, *, base_version: int | None = None, version: int | None = None) -> Patch:
-        """The patch that turns ``old`` into ``new``, compared bit by bit; reads both once and the digest ``old`` again.
+        """The patch that turns ``old`` into ``new``, compared bit by bit; reads both once.
 
         old, new: nn.Module, dict or (name, tensor) pairs. Tensors with another shape or dtype are replaced as a whole.
         """
@@ -137,12 +137,12 @@ class Patch:
             if index.numel():
                 tensors[name] = TensorPatch(name, tuple(like.shape), like.dtype, index, value, overwritten)
                 change.update(name, like, index, overwritten, value)
-        gone = StateDigest.of({name: before[name] for name in before if name not in common})
+        gone = StateDigest.of({name: before[name] for name in before if name not in after or name in replaced})
         state.merge(gone)
         base_digest = state.hexdigest()
         state.merge(change)
         state.subtract(gone)
-        added = {name: after[name].detach().clone() for name in after if name not in before or name in replaced}
+        added = {name: _copy(after[name]) for name in after if name not in before or name in replaced}
         removed = tuple(name for name in before if name not in after)
         state.merge(StateDigest.of(added))
         return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
@@ -290,7 +290,7 @@ class Patch:
     def _arrivals(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the added tensors, each where the one it replaces, or all the others, are."""
         return {
-            name: tensor.to(named[name].device if name in named else _only_device(named, tensor), copy=True)
+            name: _copy(tensor).to(named[name].device if name in named else _only_device(named, tensor))
             for name, tensor in self.added.items()
         }
 
@@ -306,6 +306,12 @@ def _restore_entries(weights: MutableMapping[str, Tensor], named: Mapping[str, T
             weights.pop(name, None)
         elif weights.get(name) is not named[name]:
             weights[name] = named[name]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same bits; torch's own copies turn every byte of a bool but 0 into 1."""
+    tensor = tensor.detach()
+    return tensor.view(torch.uint8).clone().view(torch.bool) if tensor.dtype is torch.bool else tensor.clone()
 
 
 def _same_kind(a: Tensor, b: Tensor) -> bool:
