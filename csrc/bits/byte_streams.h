@@ -1,5 +1,5 @@
-// Byte streams of the codec (docs/format.md): gaps with one-byte tops and LEB128 escapes, values as byte planes of
-// their zigzag-coded difference to the base. The meaning is backends/reference.py: encode_gaps ... decode_values.
+// Byte streams of the codec (docs/format.md): gaps with one-byte tops and LEB128 escapes, values as byte planes, of
+// themselves or of their change against the base. The meaning is backends/reference.py: encode_gaps ... decode_values.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ PULSE_HD Signed ordered_bits(Signed bits) {
   return bits < 0 ? static_cast<Signed>(static_cast<U>(lowest) - static_cast<U>(bits) - 1) : bits;
 }
 
-template <class Signed>
-PULSE_HD Signed zigzag(Signed change) {
-  using U = uint64_t;
-  return static_cast<Signed>((static_cast<U>(change) << 1) ^ static_cast<U>(change >> (8 * sizeof(Signed) - 1)));
-}
-
+// A change as its sign and its magnitude less one (mod 2^bits): RL steps move most values by one unit, whose magnitude
+// bytes are then all zero, and the signs, which no coder can shorten, take one bit each.
 template <class Unsigned>
-PULSE_HD Unsigned unzigzag(Unsigned coded) {
-  return static_cast<Unsigned>((coded >> 1) ^ static_cast<Unsigned>(-static_cast<int64_t>(coded & 1)));
+PULSE_HD Unsigned change_magnitude(Unsigned change, bool negative) {
+  return static_cast<Unsigned>(negative ? ~change : change - 1u);
+}
+template <class Unsigned>
+PULSE_HD Unsigned change_of(Unsigned magnitude, bool negative) {
+  return static_cast<Unsigned>(negative ? ~magnitude : magnitude + 1u);
 }
 
 }  // namespace pulse

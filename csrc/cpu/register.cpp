@@ -387,24 +387,31 @@ std::tuple<Tensor, int64_t> bytes_to_gaps(const Tensor& top, const Tensor& low, 
   return {indices, bad};
 }
 
+// Bytes that n values of `size` bytes are coded to.
+int64_t coded_bytes(int64_t n, int64_t size, bool based) { return n * size + (based ? sign_bytes(n) : 0); }
+
+// Calls call(signed value of `size` bytes, whether its order is that of floats).
 template <class Call>
-void by_size_and_kind(int64_t size, bool is_float, bool based, const Call& call) {
+void by_size_and_kind(int64_t size, bool is_float, const Call& call) {
   by_size(size, [&](auto unsigned_value) {
     const std::make_signed_t<decltype(unsigned_value)> value{};
-    if (!based) return call(value, std::false_type{}, std::false_type{});
-    return is_float ? call(value, std::true_type{}, std::true_type{}) : call(value, std::false_type{}, std::true_type{});
+    return is_float ? call(value, std::true_type{}) : call(value, std::false_type{});
   });
 }
 
 Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool is_float) {
   const int64_t n = values.numel(), size = element_size(values);
   require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
-  Tensor planes = fresh(values, n * size, ScalarType::Byte);
+  Tensor planes = fresh(values, coded_bytes(n, size, base.has_value()), ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(planes.mutable_data_ptr());
   const void *v = read(values), *b = base ? read(*base) : nullptr;
-  by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
+  by_size_and_kind(size, is_float, [&](auto value, auto float_kind) {
     using S = std::remove_const_t<decltype(value)>;
-    encode_values<S, float_kind.value, based.value>(static_cast<const S*>(v), static_cast<const S*>(b), n, out);
+    if (b == nullptr) {
+      encode_values(static_cast<const S*>(v), n, out);
+    } else {
+      encode_changes<S, float_kind.value>(static_cast<const S*>(v), static_cast<const S*>(b), n, out);
+    }
   });
   return planes;
 }
@@ -412,14 +419,18 @@ Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool i
 // Writes into `values`, which has the wanted dtype.
 void planes_to_values(const Tensor& planes, std::optional<Tensor> base, bool is_float, const Tensor& values) {
   const int64_t n = values.numel(), size = element_size(values);
-  require(element_size(planes) == 1 && planes.numel() == n * size, "planes do not fit");
+  require(element_size(planes) == 1 && planes.numel() == coded_bytes(n, size, base.has_value()), "planes do not fit");
   require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
   const auto* in = static_cast<const uint8_t*>(read(planes));
   const void* b = base ? read(*base) : nullptr;
   void* out = write(values);
-  by_size_and_kind(size, is_float, base.has_value(), [&](auto value, auto float_kind, auto based) {
+  by_size_and_kind(size, is_float, [&](auto value, auto float_kind) {
     using S = std::remove_const_t<decltype(value)>;
-    decode_values<S, float_kind.value, based.value>(in, static_cast<const S*>(b), n, static_cast<S*>(out));
+    if (b == nullptr) {
+      decode_values(in, n, static_cast<S*>(out));
+    } else {
+      decode_changes<S, float_kind.value>(in, static_cast<const S*>(b), n, static_cast<S*>(out));
+    }
   });
 }
 

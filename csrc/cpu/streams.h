@@ -3,33 +3,63 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "../bits/byte_streams.h"
 
 namespace pulse {
 
-// Traffic: indices once, one byte (two with a low plane) an entry. Returns the bytes written to `escapes`, which has
-// room for kMaxLeb128 bytes an entry where `escapes` is given; null only counts.
+// Returns the place after the value's bytes, at most kMaxLeb128 further.
+inline uint8_t* put_leb128(uint64_t value, uint8_t* out) {
+  for (; value >= 0x80; value >>= 7) *out++ = static_cast<uint8_t>(value) | 0x80;
+  *out++ = static_cast<uint8_t>(value);
+  return out;
+}
+
+// The high bit of every byte of `bytes` that is 255.
+inline uint64_t escape_mask(uint64_t bytes) {
+  constexpr uint64_t low = 0x7F7F7F7F7F7F7F7Full;
+  return ((bytes & low) + 0x0101010101010101ull) & bytes & ~low;
+}
+
+// Traffic: indices once, one byte (two with a low plane) an entry. The first loop has no branches and vectorises; the
+// second visits the escapes alone. `low` is null for a shift of 0.
 template <class Index>
-int64_t encode_gaps(const Index* indices, int64_t n, uint64_t start, int shift, uint8_t* top, uint8_t* low,
-                    std::vector<uint8_t>* escapes) {
-  uint64_t next = start;  // the smallest position that may follow
-  for (int64_t k = 0; k < n; ++k) {
-    const uint64_t gap = static_cast<uint64_t>(indices[k]) - next;
-    next = static_cast<uint64_t>(indices[k]) + 1;
-    const uint64_t high = gap >> shift;
-    if (low != nullptr) low[k] = static_cast<uint8_t>(gap);
-    if (high < kEscape) {
-      top[k] = static_cast<uint8_t>(high);
-      continue;
-    }
-    top[k] = kEscape;
-    uint64_t rest = high - kEscape;
-    for (; rest >= 0x80; rest >>= 7) escapes->push_back(static_cast<uint8_t>(rest) | 0x80);
-    escapes->push_back(static_cast<uint8_t>(rest));
+void encode_gaps(const Index* indices, int64_t n, uint64_t start, int shift, uint8_t* top, uint8_t* low,
+                 std::vector<uint8_t>* escapes) {
+  using Unsigned = std::make_unsigned_t<Index>;
+  const auto gap_at = [=](int64_t k) {
+    const Unsigned next = k == 0 ? static_cast<Unsigned>(start) : static_cast<Unsigned>(indices[k - 1]) + 1u;
+    return static_cast<Unsigned>(static_cast<Unsigned>(indices[k]) - next);
+  };
+  const auto top_of = [=](Unsigned gap) {
+    const Unsigned high = gap >> shift;
+    return static_cast<uint8_t>(high < kEscape ? high : kEscape);
+  };
+  if (n > 0) top[0] = top_of(gap_at(0));
+  for (int64_t k = 1; k < n; ++k) {
+    top[k] = top_of(static_cast<Unsigned>(indices[k]) - static_cast<Unsigned>(indices[k - 1]) - 1u);
   }
-  return static_cast<int64_t>(escapes->size());
+  if (low != nullptr) {
+    for (int64_t k = 0; k < n; ++k) low[k] = static_cast<uint8_t>(gap_at(k));
+  }
+  const auto eight_tops = [=](int64_t k) {
+    uint64_t bytes = 0;
+    std::memcpy(&bytes, top + k, n - k < 8 ? n - k : 8);
+    return escape_mask(bytes);
+  };
+  int64_t count = 0;
+  for (int64_t k = 0; k < n; k += 8) count += __builtin_popcountll(eight_tops(k));
+  escapes->resize(count * kMaxLeb128);
+  uint8_t* out = escapes->data();
+  for (int64_t k = 0; k < n; k += 8) {
+    for (uint64_t mask = eight_tops(k); mask != 0; mask &= mask - 1) {
+      const int64_t at = k + __builtin_ctzll(mask) / 8;
+      out = put_leb128((static_cast<uint64_t>(gap_at(at)) >> shift) - kEscape, out);
+    }
+  }
+  escapes->resize(out - escapes->data());
 }
 
 // Returns -1 on success, else the entry at which the streams are wrong (n: bytes are left over).
@@ -60,34 +90,69 @@ int64_t decode_gaps(const uint8_t* top, const uint8_t* low, const uint8_t* escap
   return at == escape_bytes ? -1 : n;
 }
 
-// Byte planes, least significant first. With a base: zigzag of the difference in the order of the values.
-template <class Signed, bool Float, bool Based>
-void encode_values(const Signed* values, const Signed* base, int64_t n, uint8_t* planes) {
-  for (int64_t k = 0; k < n; ++k) {
-    Signed coded = values[k];
-    if constexpr (Based) {
-      const auto now = static_cast<uint64_t>(Float ? ordered_bits(values[k]) : values[k]);
-      const auto before = static_cast<uint64_t>(Float ? ordered_bits(base[k]) : base[k]);
-      coded = zigzag(static_cast<Signed>(now - before));
+inline int64_t sign_bytes(int64_t n) { return (n + 7) / 8; }
+
+template <class Unsigned>
+inline void put_planes(uint8_t* planes, int64_t n, int64_t k, Unsigned coded) {
+  for (size_t p = 0; p < sizeof(Unsigned); ++p) planes[p * n + k] = static_cast<uint8_t>(coded >> 8 * p);
+}
+
+template <class Unsigned>
+inline Unsigned get_planes(const uint8_t* planes, int64_t n, int64_t k) {
+  uint64_t coded = 0;
+  for (size_t p = 0; p < sizeof(Unsigned); ++p) coded |= static_cast<uint64_t>(planes[p * n + k]) << 8 * p;
+  return static_cast<Unsigned>(coded);
+}
+
+template <bool Float, class Signed>
+inline uint64_t ordered(Signed bits) {
+  return static_cast<uint64_t>(Float ? ordered_bits(bits) : bits);
+}
+
+// Byte planes of the bits, least significant first: n * sizeof(Signed) bytes.
+template <class Signed>
+void encode_values(const Signed* values, int64_t n, uint8_t* planes) {
+  using Unsigned = std::make_unsigned_t<Signed>;
+  for (int64_t k = 0; k < n; ++k) put_planes(planes, n, k, static_cast<Unsigned>(values[k]));
+}
+
+template <class Signed>
+void decode_values(const uint8_t* planes, int64_t n, Signed* values) {
+  using Unsigned = std::make_unsigned_t<Signed>;
+  for (int64_t k = 0; k < n; ++k) values[k] = static_cast<Signed>(get_planes<Unsigned>(planes, n, k));
+}
+
+// Changes against the base, in the order of the values: sign_bytes(n) of signs, then the planes of the magnitudes.
+template <class Signed, bool Float>
+void encode_changes(const Signed* values, const Signed* base, int64_t n, uint8_t* out) {
+  using Unsigned = std::make_unsigned_t<Signed>;
+  uint8_t* planes = out + sign_bytes(n);
+  for (int64_t first = 0; first < n; first += 64) {
+    const int64_t count = n - first < 64 ? n - first : 64;
+    uint8_t negative[64] = {0};
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t k = first + j;
+      const auto change = static_cast<Unsigned>(ordered<Float>(values[k]) - ordered<Float>(base[k]));
+      negative[j] = change >> (8 * sizeof(Signed) - 1);
+      put_planes(planes, n, k, change_magnitude(change, negative[j] != 0));
     }
-    for (size_t p = 0; p < sizeof(Signed); ++p) planes[p * n + k] = static_cast<uint8_t>(static_cast<uint64_t>(coded) >> 8 * p);
+    for (int64_t j = 0; j < count; j += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, negative + j, 8);
+      out[(first + j) / 8] = static_cast<uint8_t>(eight * 0x0102040810204080ull >> 56);  // eight 0/1 bytes to bits
+    }
   }
 }
 
-template <class Signed, bool Float, bool Based>
-void decode_values(const uint8_t* planes, const Signed* base, int64_t n, Signed* values) {
+template <class Signed, bool Float>
+void decode_changes(const uint8_t* in, const Signed* base, int64_t n, Signed* values) {
   using Unsigned = std::make_unsigned_t<Signed>;
+  const uint8_t* planes = in + sign_bytes(n);
   for (int64_t k = 0; k < n; ++k) {
-    uint64_t coded = 0;
-    for (size_t p = 0; p < sizeof(Signed); ++p) coded |= static_cast<uint64_t>(planes[p * n + k]) << 8 * p;
-    if constexpr (Based) {
-      const auto change = static_cast<uint64_t>(unzigzag(static_cast<Unsigned>(coded)));
-      const auto before = static_cast<uint64_t>(Float ? ordered_bits(base[k]) : base[k]);
-      const auto now = static_cast<Signed>(before + change);
-      values[k] = Float ? ordered_bits(now) : now;
-    } else {
-      values[k] = static_cast<Signed>(coded);
-    }
+    const bool negative = in[k / 8] >> (k % 8) & 1;
+    const uint64_t change = change_of(get_planes<Unsigned>(planes, n, k), negative);
+    const auto now = static_cast<Signed>(ordered<Float>(base[k]) + change);
+    values[k] = Float ? ordered_bits(now) : now;
   }
 }
 

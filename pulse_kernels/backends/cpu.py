@@ -171,7 +171,8 @@ def encode_values(values: Tensor, base: Tensor | None) -> Tensor:
 
 
 def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
-    values = torch.empty(planes.numel() // dtype.itemsize, dtype=dtype)
+    count = planes.numel() // dtype.itemsize if base is None else base.numel()
+    values = torch.empty(count, dtype=dtype)
     base = None if base is None else _dense(base)
     _raw.decode_values(planes, base, dtype.is_floating_point, values)
     return values

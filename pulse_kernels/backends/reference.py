@@ -418,20 +418,27 @@ def _ordered(raw: Tensor, is_float: bool) -> Tensor:
 
 
 def encode_values(values: Tensor, base: Tensor | None) -> Tensor:
-    """Byte planes, least significant first: of the bits, or of zigzag(ordered(value) - ordered(base)) given a base."""
+    """Byte planes of the bits, least significant first; given a base, the signs of the changes as bits, then the planes
+    of their magnitudes less one. A change is ordered(value) - ordered(base), wrapping."""
     raw, size = bits(values), values.element_size()
+    signs = raw.new_empty(0, dtype=torch.uint8)
     if base is not None:
         is_float = values.dtype.is_floating_point
         change = _ordered(raw, is_float) - _ordered(bits(base), is_float)
-        raw = (change << 1) ^ (change >> (8 * size - 1))
-    return raw.contiguous().view(torch.uint8).view(-1, size).t().reshape(-1)
+        padded = torch.zeros(-(-change.numel() // 8) * 8, dtype=torch.int64, device=raw.device)
+        padded[: change.numel()] = change < 0
+        signs = (padded.view(-1, 8) << torch.arange(8, device=raw.device)).sum(1).to(torch.uint8)
+        raw = torch.where(change < 0, ~change, change - 1)
+    planes = raw.contiguous().view(torch.uint8).view(-1, size).t().reshape(-1)
+    return torch.cat([signs, planes])
 
 
 def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
-    size = dtype.itemsize
-    raw = planes.view(size, -1).t().contiguous().view(-1).view(_INT_OF_SIZE[size])
+    size, is_float = dtype.itemsize, dtype.is_floating_point
+    signs = 0 if base is None else -(-base.numel() // 8)
+    raw = planes[signs:].view(size, -1).t().reshape(-1).clone().view(_INT_OF_SIZE[size])
     if base is not None:
-        positive = raw >> 1 & torch.iinfo(raw.dtype).max
-        change = positive ^ -(raw & 1)
-        raw = _ordered(change + _ordered(bits(base), dtype.is_floating_point), dtype.is_floating_point)
+        negative = ((planes[:signs].unsqueeze(1) >> torch.arange(8, device=planes.device)) & 1).view(-1)[: raw.numel()]
+        change = torch.where(negative.bool(), ~raw, raw + 1)
+        raw = _ordered(change + _ordered(bits(base), is_float), is_float)
     return raw.view(dtype)

@@ -28,7 +28,7 @@ ALL = "all"  # no stream: every element has a value (added tensors)
 # Codes of a value stream.
 RAW = "raw"  # the values' bytes
 PLANES = "planes"  # byte planes of the values
-DELTA = "delta"  # byte planes of the zigzag-coded difference to the base, in the order of the values
+DELTA = "delta"  # signs of the changes against the base, in the order of the values, and planes of their magnitudes
 
 INDEX_CODES = (PACKED, GAPS8, GAPS16, ALL)
 VALUE_CODES = (RAW, PLANES, DELTA)
@@ -132,13 +132,20 @@ def _encode_values(
         return RAW, (raw_bytes(values),)
     if not whole:
         assert old_values is not None
-        delta = _store_planes(backend.encode_values(values, old_values), values.element_size())
+        coded = backend.encode_values(values, old_values)
+        signs = sign_bytes(values.numel())
+        delta = (store_part(coded[:signs]), *_store_planes(coded[signs:], values.element_size()))
         # Differences of a few units are what RL steps make; where they are not, the values may code better alone.
         if 4 * sum(map(len, delta)) <= 3 * raw:
             return DELTA, delta
         planes = _store_planes(backend.encode_values(values, None), values.element_size())
         return min((DELTA, delta), (PLANES, planes), key=lambda coded: sum(map(len, coded[1])))
     return PLANES, _store_planes(backend.encode_values(values, None), values.element_size())
+
+
+def sign_bytes(count: int) -> int:
+    """Bytes of the signs of ``count`` changes."""
+    return -(-count // 8)
 
 
 def _store_planes(planes: Tensor, itemsize: int) -> tuple[bytes, ...]:
@@ -197,7 +204,10 @@ def decode_values(
     parts = split(stream, header.value_parts, what)
     if header.value_code == RAW:
         return load_part(parts[0], header.count * dtype.itemsize, what).view(dtype)
-    planes = [load_part(part, header.count, f"{what}, byte {k}") for k, part in enumerate(parts)]
+    sizes = [header.count] * dtype.itemsize
+    if header.value_code == DELTA:
+        sizes.insert(0, sign_bytes(header.count))
+    planes = [load_part(part, size, f"{what}, part {k}") for k, (part, size) in enumerate(zip(parts, sizes, strict=True))]
     values: Tensor = for_device("cpu").decode_values(
         torch.cat(planes), base if header.value_code == DELTA else None, dtype
     )
@@ -229,10 +239,11 @@ def segment_from_json(item: Any, dtype: torch.dtype, what: str) -> SegmentHeader
         raise fail("index code", index_code)
     if value_code not in VALUE_CODES:
         raise fail("value code", value_code)
-    parts_needed = {PACKED: 1, ALL: 0}.get(index_code, 3), 1 if value_code == RAW else dtype.itemsize
+    index_needed = {PACKED: 1, ALL: 0}.get(index_code, 3)
+    value_needed = {RAW: 1, PLANES: dtype.itemsize, DELTA: dtype.itemsize + 1}[value_code]
     for field, parts, needed in (
-        ("index parts", index_parts, parts_needed[0]),
-        ("value parts", value_parts, parts_needed[1]),
+        ("index parts", index_parts, index_needed),
+        ("value parts", value_parts, value_needed),
     ):
         sizes_fit = isinstance(parts, list) and all(type(size) is int and 0 <= size <= 1 << 62 for size in parts)
         if not sizes_fit or len(parts) != needed:
