@@ -50,9 +50,10 @@ class Compaction {
         failed = true;
         return;
       }
+      sink.origin = piece.begin;
       piece.sink = sink;
-      if (!digest_keys_.empty()) add_digest(piece, end);
-      piece.count = kernel_(item, piece.begin, end, sink, update);
+      piece.count = digest_keys_.empty() ? kernel_(item, piece.begin, end, sink, update)
+                                         : compact_and_digest(piece, end, update);
       slabs_[worker].back().used += piece.count;
     });
     totals_.assign(items_.size(), 0);
@@ -110,12 +111,35 @@ class Compaction {
     int64_t at;
   };
 
-  void add_digest(const Piece& piece, int64_t end) {
+  // Comparing waits for memory and the digest for the multiplier, so they take turns on short stretches, and while one
+  // is multiplied the next is fetched.
+  int64_t compact_and_digest(const Piece& piece, int64_t end, bool update) {
+    constexpr int64_t kStretch = 8192, kStep = 1024;  // elements
+    const CompactItem& item = items_[piece.item];
+    const auto* source = static_cast<const uint8_t*>(item.source);
+    const auto* target = static_cast<const uint8_t*>(item.target);
+    const DigestKey& key = *digest_keys_[piece.item];
     uint64_t sums[2] = {0, 0};
-    const auto* data = static_cast<const uint8_t*>(items_[piece.item].target) + piece.begin * value_bytes_;
-    add_bytes(*digest_keys_[piece.item], digest_kernel_, data, value_bytes_, end - piece.begin, piece.begin, sums);
+    int64_t found = 0;
+    for (int64_t begin = piece.begin; begin < end; begin += kStretch) {
+      const int64_t stop = begin + kStretch < end ? begin + kStretch : end;
+      for (int64_t at = begin; at < stop; at += kStep) {
+        const int64_t count = at + kStep < stop ? kStep : stop - at;
+        for (int64_t next = at + kStretch; next < at + kStretch + count && next < end; next += 64 / value_bytes_) {
+          __builtin_prefetch(source + next * value_bytes_);
+          __builtin_prefetch(target + next * value_bytes_);
+        }
+        add_bytes(key, digest_kernel_, target + at * value_bytes_, value_bytes_, count, at, sums);
+      }
+      CompactSink rest = piece.sink;
+      rest.positions += found;
+      rest.values = static_cast<uint8_t*>(rest.values) + found * value_bytes_;
+      if (keep_old_) rest.old_values = static_cast<uint8_t*>(rest.old_values) + found * value_bytes_;
+      found += kernel_(item, begin, stop, rest, update);
+    }
     digests_[2 * piece.item] += sums[0];
     digests_[2 * piece.item + 1] += sums[1];
+    return found;
   }
 
   // Untouched pages of a slab cost nothing, so each holds many chunks at a few per cent and one at 100%.
@@ -137,7 +161,7 @@ class Compaction {
     }
     Slab& slab = slabs.back();
     const int64_t at = slab.used * value_bytes_;
-    *sink = {slab.positions.get() + slab.used, slab.values.get() + at,
+    *sink = {0, slab.positions.get() + slab.used, slab.values.get() + at,
              keep_old_ ? slab.old_values.get() + at : nullptr};
     return true;
   }

@@ -5,6 +5,8 @@
 
 namespace pulse {
 
+struct DigestKey;
+
 // What a comparison reads and, with `update`, writes. `third` is PULSELoCo's residual, else null.
 struct CompactItem {
   const void* source;  // FP32 master, new tensor, or theta
@@ -15,7 +17,8 @@ struct CompactItem {
 
 // Where the changes of one chunk go: room for every element of the chunk. `old_values` may be null.
 struct CompactSink {
-  uint32_t* positions;  // relative to the chunk's begin
+  int64_t origin;       // what positions count from
+  uint32_t* positions;
   void* values;
   void* old_values;
 };
@@ -25,9 +28,9 @@ struct CompactSink {
 using CompactFn = int64_t (*)(const CompactItem&, int64_t begin, int64_t end, const CompactSink&, bool update);
 using MaskFn = void (*)(const CompactItem&, int64_t begin, int64_t end, uint8_t* mask);
 using CommitFn = void (*)(const float* theta, const float* local, float* residual, int64_t begin, int64_t end);
-// Adds the digest of whole blocks of 256 elements; `slots` holds slot_factor of lane 0 and 1, 256 each, and one more.
-using DigestFn = void (*)(const void* data, int64_t blocks, uint64_t first_block, const uint64_t seeds[2],
-                          const uint32_t* slots, uint64_t sums[2]);
+// Adds the digest of whole blocks of 256 elements.
+using DigestFn = void (*)(const void* data, int64_t blocks, uint64_t first_block, const DigestKey& key,
+                          uint64_t sums[2]);
 // gap[k] = indices[k] - indices[k - 1] - 1, gap[0] = 0; returns the OR of all. 32-bit gaps; false if one is wider.
 using Gaps32Fn = bool (*)(const int32_t* indices, int used, uint32_t* gaps, uint32_t* all);
 using Gaps64Fn = bool (*)(const int64_t* indices, int used, uint32_t* gaps, uint32_t* all);

@@ -4,6 +4,7 @@
 #include "../bits/digest.h"
 #include "../bits/index_block.h"
 #include "../bits/rounding.h"
+#include "digest_key.h"
 #include "kernels.h"
 
 #if defined(__AVX2__) && defined(__F16C__)
@@ -153,15 +154,22 @@ inline uint64_t sum_lanes(__m256i v) {
   return static_cast<uint64_t>(_mm_extract_epi64(two, 0)) + static_cast<uint64_t>(_mm_extract_epi64(two, 1));
 }
 
-// Four sums of products over eight 32-bit elements: even and odd lanes take one 32 x 32 multiply each.
+inline int64_t sum_int32(__m256i v) {
+  const __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128(v));
+  const __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256(v, 1));
+  return static_cast<int64_t>(sum_lanes(_mm256_add_epi64(low, high)));
+}
+
+// Products of 32-bit elements and slot factors: even and odd lanes take one 32 x 32 multiply each.
 template <class Widen>
-inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
-  __m256i acc[2][2] = {};
+inline void sums_of(const DigestKey& key, uint64_t* sums, Widen widen) {
+  __m256i acc[2][2];
+  for (auto& pair : acc) pair[0] = pair[1] = _mm256_setzero_si256();
   for (int k = 0; k < kDigestBlock; k += 8) {
     const __m256i even = widen(k), odd = _mm256_srli_epi64(even, 32);
 #pragma GCC unroll 2
     for (int lane = 0; lane < 2; ++lane) {
-      const uint32_t* factors = slots + lane * kDigestBlock + k;  // loaded one further, the odd ones lie low
+      const uint32_t* factors = key.slots + lane * kDigestBlock + k;  // loaded one further, the odd ones lie low
       acc[lane][0] = _mm256_add_epi64(acc[lane][0], _mm256_mul_epu32(even, load(factors)));
       acc[lane][1] = _mm256_add_epi64(acc[lane][1], _mm256_mul_epu32(odd, load(factors + 1)));
     }
@@ -169,16 +177,39 @@ inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
   for (int lane = 0; lane < 2; ++lane) sums[lane] = sum_lanes(_mm256_add_epi64(acc[lane][0], acc[lane][1]));
 }
 
-void digest1_sums(const uint8_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(e + k))); });
+void digest1_sums(const uint8_t* e, const DigestKey& key, uint64_t* sums) {
+  sums_of(key, sums, [e](int k) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(e + k))); });
 }
-void digest2_sums(const uint16_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(e + k))); });
+
+// Digits of the factors instead: 16 elements a multiply, and sums that stay inside 32 bits for the whole block.
+void digest2_sums(const uint16_t* e, const DigestKey& key, uint64_t* sums) {
+  __m256i acc[2][kDigits];
+  for (auto& lane : acc) {
+    for (auto& sum : lane) sum = _mm256_setzero_si256();
+  }
+  const __m256i offset = _mm256_set1_epi16(-0x8000);
+  for (int k = 0; k < kDigestBlock; k += 16) {
+    const __m256i elements = _mm256_xor_si256(load(e + k), offset);
+#pragma GCC unroll 2
+    for (int lane = 0; lane < 2; ++lane) {
+#pragma GCC unroll 3
+      for (int d = 0; d < kDigits; ++d) {
+        const __m256i products = _mm256_madd_epi16(elements, load(key.digits[lane][d] + k));
+        acc[lane][d] = _mm256_add_epi32(acc[lane][d], products);
+      }
+    }
+  }
+  int64_t digit_sums[2][kDigits];
+  for (int lane = 0; lane < 2; ++lane) {
+    for (int d = 0; d < kDigits; ++d) digit_sums[lane][d] = sum_int32(acc[lane][d]);
+  }
+  join_digits(key, digit_sums, sums);
 }
-void digest4_sums(const uint32_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return load(e + k); });
+
+void digest4_sums(const uint32_t* e, const DigestKey& key, uint64_t* sums) {
+  sums_of(key, sums, [e](int k) { return load(e + k); });
 }
-void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums);
+void digest8_sums(const uint64_t* e, const DigestKey& key, uint64_t* sums);
 
 struct Isa {
   static constexpr auto gate_bf16 = gate_bf16_mask;
@@ -209,7 +240,7 @@ uint64_t slow_residual_bf16(const float* theta, const float* local, const float*
 uint64_t slow_residual_fp16(const float* theta, const float* local, const float* residual) {
   return scalar_mask<Residual<round_to_fp16, residual_mask<false>>>(theta, local, residual);
 }
-void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums) { scalar_block_sums(e, slots, sums); }
+void digest8_sums(const uint64_t* e, const DigestKey& key, uint64_t* sums) { scalar_block_sums(e, key, sums); }
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include "../bits/digest.h"
 #include "../bits/index_block.h"
 #include "../bits/rounding.h"
+#include "digest_key.h"
 #include "kernels.h"
 
 #if defined(PULSE_SIMDE)
@@ -133,15 +134,24 @@ inline uint64_t sum_lanes(__m512i v) {
   return sum;
 }
 
+inline int64_t sum_int32(__m512i v) {
+  int32_t lanes[16];
+  int64_t sum = 0;
+  _mm512_storeu_si512(lanes, v);
+  for (const int32_t lane : lanes) sum += lane;
+  return sum;
+}
+
+// Products of 32-bit elements and slot factors: even and odd lanes take one 32 x 32 multiply each.
 template <class Widen>
-inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
+inline void sums_of(const DigestKey& key, uint64_t* sums, Widen widen) {
   __m512i acc[2][2];
   for (auto& pair : acc) pair[0] = pair[1] = _mm512_setzero_si512();
   for (int k = 0; k < kDigestBlock; k += 16) {
     const __m512i even = widen(k), odd = _mm512_srli_epi64(even, 32);
 #pragma GCC unroll 2
     for (int lane = 0; lane < 2; ++lane) {
-      const uint32_t* factors = slots + lane * kDigestBlock + k;  // loaded one further, the odd ones lie low
+      const uint32_t* factors = key.slots + lane * kDigestBlock + k;  // loaded one further, the odd ones lie low
       acc[lane][0] = _mm512_add_epi64(acc[lane][0], _mm512_mul_epu32(even, load(factors)));
       acc[lane][1] = _mm512_add_epi64(acc[lane][1], _mm512_mul_epu32(odd, load(factors + 1)));
     }
@@ -149,16 +159,39 @@ inline void sums_of(const uint32_t* slots, uint64_t* sums, Widen widen) {
   for (int lane = 0; lane < 2; ++lane) sums[lane] = sum_lanes(_mm512_add_epi64(acc[lane][0], acc[lane][1]));
 }
 
-void digest1_sums(const uint8_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(e + k))); });
+void digest1_sums(const uint8_t* e, const DigestKey& key, uint64_t* sums) {
+  sums_of(key, sums, [e](int k) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(e + k))); });
 }
-void digest2_sums(const uint16_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return _mm512_cvtepu16_epi32(load256(e + k)); });
+
+// Digits of the factors instead: 32 elements a multiply, and sums that stay inside 32 bits for the whole block.
+void digest2_sums(const uint16_t* e, const DigestKey& key, uint64_t* sums) {
+  __m512i acc[2][kDigits];
+  for (auto& lane : acc) {
+    for (auto& sum : lane) sum = _mm512_setzero_si512();
+  }
+  const __m512i offset = _mm512_set1_epi16(-0x8000);
+  for (int k = 0; k < kDigestBlock; k += 32) {
+    const __m512i elements = _mm512_xor_si512(load(e + k), offset);
+#pragma GCC unroll 2
+    for (int lane = 0; lane < 2; ++lane) {
+#pragma GCC unroll 3
+      for (int d = 0; d < kDigits; ++d) {
+        const __m512i products = _mm512_madd_epi16(elements, load(key.digits[lane][d] + k));
+        acc[lane][d] = _mm512_add_epi32(acc[lane][d], products);
+      }
+    }
+  }
+  int64_t digit_sums[2][kDigits];
+  for (int lane = 0; lane < 2; ++lane) {
+    for (int d = 0; d < kDigits; ++d) digit_sums[lane][d] = sum_int32(acc[lane][d]);
+  }
+  join_digits(key, digit_sums, sums);
 }
-void digest4_sums(const uint32_t* e, const uint32_t* slots, uint64_t* sums) {
-  sums_of(slots, sums, [e](int k) { return load(e + k); });
+
+void digest4_sums(const uint32_t* e, const DigestKey& key, uint64_t* sums) {
+  sums_of(key, sums, [e](int k) { return load(e + k); });
 }
-void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums);
+void digest8_sums(const uint64_t* e, const DigestKey& key, uint64_t* sums);
 
 struct Isa {
   static constexpr auto gate_bf16 = gate_bf16_mask;
@@ -189,7 +222,7 @@ uint64_t slow_residual_bf16(const float* theta, const float* local, const float*
 uint64_t slow_residual_fp16(const float* theta, const float* local, const float* residual) {
   return scalar_mask<Residual<round_to_fp16, residual_mask<false>>>(theta, local, residual);
 }
-void digest8_sums(const uint64_t* e, const uint32_t* slots, uint64_t* sums) { scalar_block_sums(e, slots, sums); }
+void digest8_sums(const uint64_t* e, const DigestKey& key, uint64_t* sums) { scalar_block_sums(e, key, sums); }
 
 }  // namespace
 

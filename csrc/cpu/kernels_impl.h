@@ -88,7 +88,7 @@ int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const Compa
     int64_t i = stretch;
     for (; i + 64 <= stretch_end; i += 64) {
       uint64_t mask = compare.mask64(i);
-      const auto at = static_cast<uint32_t>(i - begin);
+      const auto at = static_cast<uint32_t>(i - sink.origin);
 #pragma GCC unroll 2
       for (int k = 0; k < 2; ++k) {
         positions[found] = at + lowest_bit(mask);
@@ -98,14 +98,14 @@ int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const Compa
       for (; mask != 0; mask &= mask - 1) positions[found++] = at + lowest_bit(mask);
     }
     for (; i < stretch_end; ++i) {
-      if (compare.changed(i)) positions[found++] = static_cast<uint32_t>(i - begin);
+      if (compare.changed(i)) positions[found++] = static_cast<uint32_t>(i - sink.origin);
     }
-    for (int64_t k = first; k < found; ++k) values[k] = compare.value(begin + positions[k]);
+    for (int64_t k = first; k < found; ++k) values[k] = compare.value(sink.origin + positions[k]);
     if (old_values != nullptr) {
-      for (int64_t k = first; k < found; ++k) old_values[k] = compare.old(begin + positions[k]);
+      for (int64_t k = first; k < found; ++k) old_values[k] = compare.old(sink.origin + positions[k]);
     }
     if (update) {
-      for (int64_t k = first; k < found; ++k) compare.store(begin + positions[k], values[k]);
+      for (int64_t k = first; k < found; ++k) compare.store(sink.origin + positions[k], values[k]);
     }
   }
   return found;
@@ -139,23 +139,24 @@ inline void commit(const float* theta, const float* local, float* residual, int6
 
 // ---- digest ---------------------------------------------------------------------------------------------------------
 
-template <class T, void (*BlockSums)(const T*, const uint32_t*, uint64_t*)>
-void digest_blocks(const void* data, int64_t blocks, uint64_t first_block, const uint64_t seeds[2],
-                   const uint32_t* slots, uint64_t sums[2]) {
+template <class T, void (*BlockSums)(const T*, const DigestKey&, uint64_t*)>
+void digest_blocks(const void* data, int64_t blocks, uint64_t first_block, const DigestKey& key, uint64_t sums[2]) {
   const T* elements = static_cast<const T*>(data);
   for (int64_t b = 0; b < blocks; ++b) {
     uint64_t block_sums[2];
-    BlockSums(elements + b * kDigestBlock, slots, block_sums);
-    for (int lane = 0; lane < 2; ++lane) sums[lane] += block_factor(seeds[lane], first_block + b) * block_sums[lane];
+    BlockSums(elements + b * kDigestBlock, key, block_sums);
+    for (int lane = 0; lane < 2; ++lane) {
+      sums[lane] += block_factor(key.seeds[lane], first_block + b) * block_sums[lane];
+    }
   }
 }
 
 template <class T>
-void scalar_block_sums(const T* elements, const uint32_t* slots, uint64_t* sums) {
+void scalar_block_sums(const T* elements, const DigestKey& key, uint64_t* sums) {
   uint64_t first = 0, second = 0;
   for (int k = 0; k < kDigestBlock; ++k) {
-    first += static_cast<uint64_t>(elements[k]) * slots[k];
-    second += static_cast<uint64_t>(elements[k]) * slots[kDigestBlock + k];
+    first += static_cast<uint64_t>(elements[k]) * key.slots[k];
+    second += static_cast<uint64_t>(elements[k]) * key.slots[kDigestBlock + k];
   }
   sums[0] = first;
   sums[1] = second;

@@ -4,6 +4,7 @@
 #include "../bits/digest.h"
 #include "../bits/index_block.h"
 #include "../bits/rounding.h"
+#include "digest_key.h"
 #include "kernels.h"
 
 namespace pulse {
@@ -33,7 +34,7 @@ template <uint16_t (*Round)(uint32_t)>
 uint64_t residual_mask(const float* theta, const float* local, const float* residual);
 
 template <class T>
-void block_sums(const T* elements, const uint32_t* slots, uint64_t* sums);
+void block_sums(const T* elements, const DigestKey& key, uint64_t* sums);
 
 struct Isa {
   static constexpr auto gate_bf16 = gate_mask<round_to_bf16>;
@@ -58,8 +59,8 @@ uint64_t residual_mask(const float* theta, const float* local, const float* resi
 }
 
 template <class T>
-void block_sums(const T* elements, const uint32_t* slots, uint64_t* sums) {
-  scalar_block_sums(elements, slots, sums);
+void block_sums(const T* elements, const DigestKey& key, uint64_t* sums) {
+  scalar_block_sums(elements, key, sums);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../bits/digest.h"
+#include "digest_key.h"
 #include "kernels.h"
 #include "runner.h"
 
@@ -11,18 +12,6 @@ namespace pulse {
 
 constexpr int64_t kDigestTask = 1 << 18;  // elements
 constexpr int64_t kUpdateTask = 1 << 14;  // changed entries
-
-struct DigestKey {
-  uint64_t seeds[2];
-  uint32_t slots[2 * kDigestBlock + 1];  // one more: a vector load of the odd factors ends on it
-  explicit DigestKey(uint64_t key) {
-    slots[2 * kDigestBlock] = 0;
-    for (int lane = 0; lane < 2; ++lane) {
-      seeds[lane] = digest_seed(key, lane);
-      for (int k = 0; k < kDigestBlock; ++k) slots[lane * kDigestBlock + k] = slot_factor(seeds[lane], k);
-    }
-  }
-};
 
 template <class T>
 void add_weighted(const DigestKey& key, uint64_t position, T bits, uint64_t sums[2]) {
@@ -39,7 +28,7 @@ void add_range(const DigestKey& key, DigestFn blocks_fn, const T* data, int64_t 
   const int64_t head = n < to_boundary ? n : to_boundary;
   const int64_t blocks = (n - head) / kDigestBlock;
   for (int64_t k = 0; k < head; ++k) add_weighted(key, start + k, data[k], sums);
-  blocks_fn(data + head, blocks, (start + head) / kDigestBlock, key.seeds, key.slots, sums);
+  blocks_fn(data + head, blocks, (start + head) / kDigestBlock, key, sums);
   for (int64_t k = head + blocks * kDigestBlock; k < n; ++k) add_weighted(key, start + k, data[k], sums);
 }
 
