@@ -71,7 +71,7 @@ class BuildExt(build_ext):
             str(target),
             libraries=ext.libraries,
             library_dirs=ext.library_dirs,
-            extra_postargs=[] if sys.platform == "darwin" else ["-Wl,--build-id"],
+            extra_postargs=[] if sys.platform == "darwin" else ["-Wl,--strip-all"],
             target_lang="c++",
         )
 

@@ -142,7 +142,7 @@ def diff(
                     change.add_presence(info.name, info)
                     for start, values in _slices(after, info, step, count):
                         change.add_slice(info.name, info, start, values)
-                        encoder.submit(target, codec.encode_whole, start, values, profile)
+                        encoder.submit(target, codec.Changes(start, values.numel(), None, values))
             for info in before.tensors.values():
                 if not _same_kind(info, after.tensors.get(info.name)):
                     change.subtract(_count_in(before, info, base, step, count))
@@ -187,8 +187,7 @@ def _diff_tensor(
         indices, values, old_values = ops.diff_compact(new_slice, old_slice, return_old=True)
         if indices.numel():
             change.update(info.name, info, indices.long() + start, old_values, values)
-            numel = stop - start
-            encoder.submit(target, codec.encode_local, start, numel, indices, values, old_values, encoder.profile)
+            encoder.submit(target, codec.Changes(start, stop - start, indices, values, old_values))
         count.add(2 * old_slice.nbytes)
 
 
@@ -223,24 +222,24 @@ class _Encoder:
 
     def __init__(self, builder: codec.PatchBuilder, profile: str) -> None:
         codec.check_profile(profile)
-        self.profile = profile
+        self._profile = profile
         self.targets: list[codec.TensorHeader] = []
         self._builder = builder
         self._threads = torch.get_num_threads()
-        self._pending: deque[tuple[codec.TensorHeader, Future[codec.Segment]]] = deque()
+        self._pending: deque[tuple[codec.TensorHeader, Future[list[codec.Segment]]]] = deque()
 
     def __enter__(self) -> _Encoder:
         self._pool = ThreadPoolExecutor(self._threads)
         return self
 
-    def submit(self, target: codec.TensorHeader, encode: Callable[..., codec.Segment], *args: Any) -> None:
-        self._pending.append((target, self._pool.submit(encode, *args)))
+    def submit(self, target: codec.TensorHeader, changes: codec.Changes) -> None:
+        self._pending.append((target, self._pool.submit(codec.encode_segments, [changes], self._profile)))
         while len(self._pending) > self._threads:
             self._take()
 
     def _take(self) -> None:
         target, future = self._pending.popleft()
-        self._builder.add(target, future.result())
+        self._builder.add(target, *future.result())
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:

@@ -352,22 +352,37 @@ Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Te
 
 // ---- byte streams ---------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor, Tensor> gaps_to_bytes(const Tensor& indices, int64_t start, int64_t shift) {
-  require(shift == 0 || shift == 8, "shift must be 0 or 8");
-  const int64_t n = indices.numel();
-  Tensor top = fresh(indices, n, ScalarType::Byte), low = fresh(indices, shift != 0 ? n : 0, ScalarType::Byte);
-  auto* top_data = static_cast<uint8_t*>(top.mutable_data_ptr());
-  auto* low_data = shift != 0 ? static_cast<uint8_t*>(low.mutable_data_ptr()) : nullptr;
-  std::vector<uint8_t> rest;
-  const void* data = read(indices);
-  if (is_wide(indices)) {
-    encode_gaps(static_cast<const int64_t*>(data), n, start, static_cast<int>(shift), top_data, low_data, &rest);
-  } else {
-    encode_gaps(static_cast<const int32_t*>(data), n, start, static_cast<int>(shift), top_data, low_data, &rest);
+// One segment a task: (tops, low planes, escapes), a low plane being empty for a shift of 0.
+std::tuple<Tensors, Tensors, Tensors> gaps_to_bytes(Tensors indices, std::vector<int64_t> shifts) {
+  require(indices.size() == shifts.size(), "lists differ in length");
+  const size_t segments = indices.size();
+  Tensors tops, lows, escapes;
+  std::vector<const void*> inputs;
+  std::vector<uint8_t*> top_data, low_data;
+  for (size_t k = 0; k < segments; ++k) {
+    require(shifts[k] == 0 || shifts[k] == 8, "shift must be 0 or 8");
+    is_wide(indices[k]);
+    inputs.push_back(read(indices[k]));
+    tops.push_back(fresh(indices[k], indices[k].numel(), ScalarType::Byte));
+    lows.push_back(fresh(indices[k], shifts[k] != 0 ? indices[k].numel() : 0, ScalarType::Byte));
+    top_data.push_back(static_cast<uint8_t*>(tops[k].mutable_data_ptr()));
+    low_data.push_back(shifts[k] != 0 ? static_cast<uint8_t*>(lows[k].mutable_data_ptr()) : nullptr);
   }
-  Tensor escapes = fresh(indices, static_cast<int64_t>(rest.size()), ScalarType::Byte);
-  if (!rest.empty()) std::memcpy(escapes.mutable_data_ptr(), rest.data(), rest.size());
-  return {top, low, escapes};
+  std::vector<std::vector<uint8_t>> rest(segments);
+  TorchRunner().for_each(static_cast<int64_t>(segments), [&](int, int64_t k) {
+    const int64_t n = indices[k].numel();
+    const int shift = static_cast<int>(shifts[k]);
+    if (is_wide(indices[k])) {
+      encode_gaps(static_cast<const int64_t*>(inputs[k]), n, 0, shift, top_data[k], low_data[k], &rest[k]);
+    } else {
+      encode_gaps(static_cast<const int32_t*>(inputs[k]), n, 0, shift, top_data[k], low_data[k], &rest[k]);
+    }
+  });
+  for (size_t k = 0; k < segments; ++k) {
+    escapes.push_back(fresh(indices[k], static_cast<int64_t>(rest[k].size()), ScalarType::Byte));
+    if (!rest[k].empty()) std::memcpy(escapes[k].mutable_data_ptr(), rest[k].data(), rest[k].size());
+  }
+  return {tops, lows, escapes};
 }
 
 // The indices and -1, or the entry at which the streams are wrong.
@@ -399,19 +414,34 @@ void by_size_and_kind(int64_t size, bool is_float, const Call& call) {
   });
 }
 
-Tensor values_to_planes(const Tensor& values, std::optional<Tensor> base, bool is_float) {
-  const int64_t n = values.numel(), size = element_size(values);
-  require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
-  Tensor planes = fresh(values, coded_bytes(n, size, base.has_value()), ScalarType::Byte);
-  auto* out = static_cast<uint8_t*>(planes.mutable_data_ptr());
-  const void *v = read(values), *b = base ? read(*base) : nullptr;
-  by_size_and_kind(size, is_float, [&](auto value, auto float_kind) {
-    using S = std::remove_const_t<decltype(value)>;
-    if (b == nullptr) {
-      encode_values(static_cast<const S*>(v), n, out);
-    } else {
-      encode_changes<S, float_kind.value>(static_cast<const S*>(v), static_cast<const S*>(b), n, out);
-    }
+// One segment a task; `bases` is empty or has one entry a segment.
+Tensors values_to_planes(Tensors values, Tensors bases, std::vector<int64_t> is_float) {
+  const bool based = !bases.empty();
+  require(!based || bases.size() == values.size(), "lists differ in length");
+  require(is_float.size() == values.size(), "lists differ in length");
+  Tensors planes;
+  std::vector<uint8_t*> out;
+  std::vector<const void*> in, base;
+  for (size_t k = 0; k < values.size(); ++k) {
+    const int64_t n = values[k].numel(), size = element_size(values[k]);
+    require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
+    require(!based || (bases[k].numel() == n && element_size(bases[k]) == size), "base does not fit");
+    planes.push_back(fresh(values[k], coded_bytes(n, size, based), ScalarType::Byte));
+    out.push_back(static_cast<uint8_t*>(planes[k].mutable_data_ptr()));
+    in.push_back(read(values[k]));
+    base.push_back(based ? read(bases[k]) : nullptr);
+  }
+  TorchRunner().for_each(static_cast<int64_t>(values.size()), [&](int, int64_t k) {
+    const int64_t n = values[k].numel();
+    by_size_and_kind(element_size(values[k]), is_float[k] != 0, [&](auto value, auto float_kind) {
+      using S = std::remove_const_t<decltype(value)>;
+      const auto* from = static_cast<const S*>(in[k]);
+      if (based) {
+        encode_changes<S, float_kind.value>(from, static_cast<const S*>(base[k]), n, out[k]);
+      } else {
+        encode_values(from, n, out[k]);
+      }
+    });
   });
   return planes;
 }
@@ -455,9 +485,9 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def("unpack(Tensor packed, bool wide) -> (Tensor, str)");
   m.def("digest(Tensor tensor, int key, int start) -> Tensor");
   m.def("digest_update(Tensor digest, Tensor indices, Tensor old, Tensor new, int key) -> Tensor");
-  m.def("encode_gaps(Tensor indices, int start, int shift) -> (Tensor, Tensor, Tensor)");
+  m.def("encode_gaps_many(Tensor[] indices, int[] shifts) -> (Tensor[], Tensor[], Tensor[])");
   m.def("decode_gaps(Tensor top, Tensor low, Tensor escapes, int start, int stop, bool wide) -> (Tensor, int)");
-  m.def("encode_values(Tensor values, Tensor? base, bool is_float) -> Tensor");
+  m.def("encode_values_many(Tensor[] values, Tensor[] bases, int[] is_float) -> Tensor[]");
   m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> ()");
   m.def("instruction_set() -> str");
 }
@@ -474,9 +504,9 @@ STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("unpack", TORCH_BOX(&pulse::unpack));
   m.impl("digest", TORCH_BOX(&pulse::state_digest));
   m.impl("digest_update", TORCH_BOX(&pulse::state_digest_update));
-  m.impl("encode_gaps", TORCH_BOX(&pulse::gaps_to_bytes));
+  m.impl("encode_gaps_many", TORCH_BOX(&pulse::gaps_to_bytes));
   m.impl("decode_gaps", TORCH_BOX(&pulse::bytes_to_gaps));
-  m.impl("encode_values", TORCH_BOX(&pulse::values_to_planes));
+  m.impl("encode_values_many", TORCH_BOX(&pulse::values_to_planes));
   m.impl("decode_values", TORCH_BOX(&pulse::planes_to_values));
   m.impl("instruction_set", TORCH_BOX(&pulse::instruction_set));
 }

@@ -151,9 +151,9 @@ def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key
     return result
 
 
-def encode_gaps(indices: Tensor, start: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-    top, low, escapes = _raw.encode_gaps(_dense(indices), start, shift)
-    return top, low, escapes
+def encode_gaps_many(indices: list[Tensor], shifts: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    tops, lows, escapes = _raw.encode_gaps_many([_dense(t) for t in indices], shifts)
+    return tops, lows, escapes
 
 
 def decode_gaps(top: Tensor, low: Tensor, escapes: Tensor, start: int, stop: int, index_dtype: torch.dtype) -> Tensor:
@@ -164,9 +164,10 @@ def decode_gaps(top: Tensor, low: Tensor, escapes: Tensor, start: int, stop: int
     return result
 
 
-def encode_values(values: Tensor, base: Tensor | None) -> Tensor:
-    base = None if base is None else _dense(base)
-    planes: Tensor = _raw.encode_values(_dense(values), base, values.dtype.is_floating_point)
+def encode_values_many(values: list[Tensor], bases: list[Tensor] | None) -> list[Tensor]:
+    dense_bases = [] if bases is None else [_dense(t) for t in bases]
+    is_float = [int(tensor.dtype.is_floating_point) for tensor in values]
+    planes: list[Tensor] = _raw.encode_values_many([_dense(t) for t in values], dense_bases, is_float)
     return planes
 
 

@@ -364,10 +364,14 @@ def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key
 # ---- byte streams of the codec (docs/format.md) ---------------------------------------------------------------------
 
 
-def encode_gaps(indices: Tensor, start: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+def encode_gaps_many(indices: list[Tensor], shifts: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    rows = [_encode_gaps(positions.long(), shift) for positions, shift in zip(indices, shifts, strict=True)]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def _encode_gaps(positions: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
     """(top, low, escapes): gap >> shift as one byte each, 255 meaning "255 + the next LEB128 of escapes"."""
-    positions = indices.long()
-    gaps = torch.diff(positions, prepend=positions.new_tensor([start - 1])) - 1
+    gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
     high = gaps >> shift
     top = high.clamp(max=255).to(torch.uint8)
     low = (gaps & 0xFF).to(torch.uint8) if shift else top[:0]
@@ -417,7 +421,11 @@ def _ordered(raw: Tensor, is_float: bool) -> Tensor:
     return torch.where(raw < 0, lowest - raw - 1, raw)
 
 
-def encode_values(values: Tensor, base: Tensor | None) -> Tensor:
+def encode_values_many(values: list[Tensor], bases: list[Tensor] | None) -> list[Tensor]:
+    return [_encode_values(tensor, None if bases is None else bases[k]) for k, tensor in enumerate(values)]
+
+
+def _encode_values(values: Tensor, base: Tensor | None) -> Tensor:
     """Byte planes of the bits, least significant first; given a base, the signs of the changes as bits, then the planes
     of their magnitudes less one. A change is ordered(value) - ordered(base), wrapping."""
     raw, size = bits(values), values.element_size()

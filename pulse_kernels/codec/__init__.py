@@ -30,13 +30,12 @@ from pulse_kernels.codec.segment import (
     DELTA,
     PROFILES,
     SEGMENT_NUMEL,
+    Changes,
     Segment,
     bounds,
     decode_indices,
     decode_values,
-    encode_changes,
-    encode_local,
-    encode_whole,
+    encode_segments,
 )
 from pulse_kernels.dtypes import dtype_name
 from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError
@@ -124,25 +123,25 @@ def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> Pat
         patch.layout,
     )
     builder = PatchBuilder(header)
-    jobs: list[tuple[TensorHeader, Callable[[], Segment]]] = []
+    targets: list[TensorHeader] = []
+    items: list[Changes] = []
     for target, item in zip(header.tensors, patch.tensors.values(), strict=True):
         indices, values = _checked_indices(item), item.values.cpu()
         old = _old_values(item, base, profile)
         for start, numel, first, last in bounds(indices, item.numel):
             part = slice(first, last)
-            before = None if old is None else old[part]
-            jobs.append((target, _later(encode_changes, start, numel, indices[part], values[part], before, profile)))
+            local = indices[part] - start if start else indices[part]
+            items.append(Changes(start, numel, local, values[part], None if old is None else old[part]))
+            targets.append(target)
     for target, tensor in zip(header.added, patch.added.values(), strict=True):
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
         for start in range(0, flat.numel(), SEGMENT_NUMEL):
-            jobs.append((target, _later(encode_whole, start, flat[start : start + SEGMENT_NUMEL], profile)))
-    for (target, _), segment in zip(jobs, parallel_map(lambda job: job[1](), jobs, _threads(profile)), strict=True):
+            values = flat[start : start + SEGMENT_NUMEL]
+            items.append(Changes(start, values.numel(), None, values))
+            targets.append(target)
+    for target, segment in zip(targets, encode_segments(items, profile, torch.get_num_threads()), strict=True):
         builder.add(target, segment)
     return builder
-
-
-def _later(function: Callable[..., Segment], *args: Any) -> Callable[[], Segment]:
-    return lambda: function(*args)
 
 
 def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes:
@@ -313,6 +312,7 @@ _patch.install_codec(_Codec())
 __all__ = [
     "PROFILES",
     "SEGMENT_NUMEL",
+    "Changes",
     "PatchBuilder",
     "PatchHeader",
     "PatchReader",
@@ -322,9 +322,7 @@ __all__ = [
     "decode",
     "decode_segment",
     "encode",
-    "encode_changes",
-    "encode_local",
-    "encode_whole",
+    "encode_segments",
     "parallel_map",
     "peek",
     "read_file",

@@ -6,16 +6,16 @@ parallel, take bounded memory, and keep positions inside 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pulse_kernels import checks
 from pulse_kernels.backends import for_device, reference
-from pulse_kernels.codec.streams import checksum, load_part, raw_bytes, split, store_part
+from pulse_kernels.codec.streams import checksum, load_part, raw_bytes, split, store_parts
 from pulse_kernels.errors import PatchFormatError
 
 SEGMENT_NUMEL = 1 << 24
@@ -91,76 +91,91 @@ def bounds(indices: Tensor, numel: int) -> Iterator[tuple[int, int, int, int]]:
         first = last
 
 
-def encode_changes(
-    start: int, numel: int, indices: Tensor, values: Tensor, old_values: Tensor | None, profile: str
-) -> Segment:
-    """Code sorted positions ``indices`` in [start, start + numel) and their ``values``; CPU tensors."""
-    return encode_local(start, numel, indices - start if start else indices, values, old_values, profile)
+@dataclass(frozen=True)
+class Changes:
+    """What to code of one segment: ``values`` at ``local``, positions that count from ``start``; CPU tensors, flat.
+
+    local is None where every element has a value (added tensors). old_values: what the values replace, for profiles
+    that code against them.
+    """
+
+    start: int
+    numel: int
+    local: Tensor | None
+    values: Tensor
+    old_values: Tensor | None = None
 
 
-def encode_local(
-    start: int, numel: int, local: Tensor, values: Tensor, old_values: Tensor | None, profile: str
-) -> Segment:
-    """``encode_changes`` of positions that count from ``start``."""
+def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) -> list[Segment]:
+    """Code segments, on up to ``threads`` threads; positions are sorted, unique and in range."""
+    index = _encode_indices(items, profile, threads)
+    value = _encode_values(items, profile, threads)
+    return [_segment(*row) for row in zip(items, index, value, strict=True)]
+
+
+_Indices: TypeAlias = tuple[str, tuple[bytes, ...], int]
+_Values: TypeAlias = tuple[str, tuple[bytes, ...]]
+
+
+def _encode_indices(items: Sequence[Changes], profile: str, threads: int) -> list[_Indices]:
     backend = for_device("cpu")
-    count = local.numel()
-    index: tuple[str, tuple[bytes, ...], int]
+    coded: list[_Indices] = [(ALL, (), 0)] * len(items)
+    listed = [(k, item.local) for k, item in enumerate(items) if item.local is not None]
     if profile == "fast":
-        blob = raw_bytes(backend.pack_indices(local.to(torch.int32), numel))
-        index = (PACKED, (blob,), 0)
-    else:
-        shift = 8 if numel >= _GAPS16_FROM * count else 0
-        top, low, escapes = backend.encode_gaps(local, 0, shift)
-        parts = (store_part(top), store_part(low) if shift else b"", store_part(escapes))
-        index = (GAPS16 if shift else GAPS8, parts, escapes.numel())
-    return _segment(start, numel, count, index, _encode_values(backend, values, old_values, profile))
+        for k, local in listed:
+            blob = backend.pack_indices(local.to(torch.int32), items[k].numel)
+            coded[k] = PACKED, (raw_bytes(blob),), 0
+        return coded
+    shifts = [8 if items[k].numel >= _GAPS16_FROM * local.numel() else 0 for k, local in listed]
+    planes = backend.encode_gaps_many([local for _, local in listed], shifts)
+    stored = iter(store_parts([part for row in zip(*planes, strict=True) for part in row], threads))
+    for (k, _), shift, escapes in zip(listed, shifts, planes[2], strict=True):
+        coded[k] = GAPS16 if shift else GAPS8, (next(stored), next(stored), next(stored)), escapes.numel()
+    return coded
 
 
-def encode_whole(start: int, values: Tensor, profile: str) -> Segment:
-    """Code every element of a slice of an added tensor; ``values``: flat, CPU."""
-    count = values.numel()
-    return _segment(
-        start, count, count, (ALL, (), 0), _encode_values(for_device("cpu"), values, None, profile, whole=True)
-    )
-
-
-def _encode_values(
-    backend: Any, values: Tensor, old_values: Tensor | None, profile: str, *, whole: bool = False
-) -> tuple[str, tuple[bytes, ...]]:
-    raw = values.numel() * values.element_size()
+def _encode_values(items: Sequence[Changes], profile: str, threads: int) -> list[_Values]:
     if profile == "fast":
-        return RAW, (raw_bytes(values),)
-    if not whole:
-        assert old_values is not None
-        coded = backend.encode_values(values, old_values)
-        signs = sign_bytes(values.numel())
-        delta = (store_part(coded[:signs]), *_store_planes(coded[signs:], values.element_size()))
-        # Differences of a few units are what RL steps make; where they are not, the values may code better alone.
-        if 4 * sum(map(len, delta)) <= 3 * raw:
-            return DELTA, delta
-        planes = _store_planes(backend.encode_values(values, None), values.element_size())
-        return min((DELTA, delta), (PLANES, planes), key=lambda coded: sum(map(len, coded[1])))
-    return PLANES, _store_planes(backend.encode_values(values, None), values.element_size())
+        return [(RAW, (raw_bytes(item.values),)) for item in items]
+    based = [k for k, item in enumerate(items) if item.local is not None]
+    delta = _store_values([items[k] for k in based], threads, DELTA)
+    coded = dict(zip(based, delta, strict=True))
+    # Changes of a few units are what RL steps make; where they are not, the values may code better alone.
+    alone = [k for k, item in enumerate(items) if k not in coded or 4 * _size(coded[k]) > 3 * item.values.nbytes]
+    for k, planes in zip(alone, _store_values([items[k] for k in alone], threads, PLANES), strict=True):
+        coded[k] = min(coded.get(k, planes), planes, key=_size)
+    return [coded[k] for k in range(len(items))]
 
 
-def sign_bytes(count: int) -> int:
-    """Bytes of the signs of ``count`` changes."""
-    return -(-count // 8)
+def _size(coded: _Values) -> int:
+    return sum(map(len, coded[1]))
 
 
-def _store_planes(planes: Tensor, itemsize: int) -> tuple[bytes, ...]:
-    return tuple(store_part(plane) for plane in planes.view(itemsize, -1))
+def _store_values(items: Sequence[Changes], threads: int, code: str) -> list[_Values]:
+    values = [item.values for item in items]
+    bases = [item.old_values for item in items if item.old_values is not None] if code == DELTA else None
+    streams = for_device("cpu").encode_values_many(values, bases)
+    sizes = [value_part_sizes(code, tensor.numel(), tensor.dtype) for tensor in values]
+    parts = [part for stream, cut in zip(streams, sizes, strict=True) for part in stream.split(cut)]
+    stored = iter(store_parts(parts, threads))
+    return [(code, tuple(next(stored) for _ in cut)) for cut in sizes]
 
 
-def _segment(
-    start: int, numel: int, count: int, index: tuple[str, tuple[bytes, ...], int], value: tuple[str, tuple[bytes, ...]]
-) -> Segment:
+def value_part_sizes(code: str, count: int, dtype: torch.dtype) -> list[int]:
+    """Decoded bytes of each part of a value stream."""
+    if code == RAW:
+        return [count * dtype.itemsize]
+    signs = [-(-count // 8)] if code == DELTA else []
+    return signs + [count] * dtype.itemsize
+
+
+def _segment(item: Changes, index: _Indices, value: _Values) -> Segment:
     index_code, index_parts, escape_bytes = index
     value_code, value_parts = value
     header = SegmentHeader(
-        start=start,
-        numel=numel,
-        count=count,
+        start=item.start,
+        numel=item.numel,
+        count=item.values.numel(),
         index_code=index_code,
         index_parts=tuple(map(len, index_parts)),
         escape_bytes=escape_bytes,
@@ -204,10 +219,10 @@ def decode_values(
     parts = split(stream, header.value_parts, what)
     if header.value_code == RAW:
         return load_part(parts[0], header.count * dtype.itemsize, what).view(dtype)
-    sizes = [header.count] * dtype.itemsize
-    if header.value_code == DELTA:
-        sizes.insert(0, sign_bytes(header.count))
-    planes = [load_part(part, size, f"{what}, part {k}") for k, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+    sizes = value_part_sizes(header.value_code, header.count, dtype)
+    planes = [
+        load_part(part, size, f"{what}, part {k}") for k, (part, size) in enumerate(zip(parts, sizes, strict=True))
+    ]
     values: Tensor = for_device("cpu").decode_values(
         torch.cat(planes), base if header.value_code == DELTA else None, dtype
     )
@@ -240,7 +255,7 @@ def segment_from_json(item: Any, dtype: torch.dtype, what: str) -> SegmentHeader
     if value_code not in VALUE_CODES:
         raise fail("value code", value_code)
     index_needed = {PACKED: 1, ALL: 0}.get(index_code, 3)
-    value_needed = {RAW: 1, PLANES: dtype.itemsize, DELTA: dtype.itemsize + 1}[value_code]
+    value_needed = len(value_part_sizes(value_code, 0, dtype))
     for field, parts, needed in (
         ("index parts", index_parts, index_needed),
         ("value parts", value_parts, value_needed),
@@ -269,12 +284,12 @@ def segment_from_json(item: Any, dtype: torch.dtype, what: str) -> SegmentHeader
 __all__ = [
     "PROFILES",
     "SEGMENT_NUMEL",
+    "Changes",
     "Segment",
     "SegmentHeader",
     "bounds",
     "decode_indices",
     "decode_values",
-    "encode_changes",
-    "encode_whole",
+    "encode_segments",
     "segment_from_json",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,20 +40,29 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def store_part(data: Tensor) -> bytes:
-    """uint8 [n] as it is stored: b"" if all zero, a zstd frame if that is shorter, else the bytes themselves."""
-    array = data.numpy()
-    if not array.any():
-        return b""
-    if array.size >= _MIN_ZSTD:
-        frame = _compressor().compress(array.data)
-        if len(frame) < array.size:
-            return frame
-    return array.tobytes()
+def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:
+    """Each uint8 [n] as it is stored: b"" if all zero, a zstd frame if that is shorter, else the bytes themselves."""
+    arrays = [part.numpy() for part in parts]
+    used = [k for k, array in enumerate(arrays) if array.any()]
+    worth = [k for k in used if arrays[k].size >= _MIN_ZSTD]
+    stored = [b""] * len(arrays)
+    for k, frame in zip(worth, _frames([arrays[k].data for k in worth], threads), strict=True):
+        if len(frame) < arrays[k].size:
+            stored[k] = frame
+    for k in used:
+        stored[k] = stored[k] or arrays[k].tobytes()
+    return stored
+
+
+def _frames(buffers: list[Any], threads: int) -> list[bytes]:
+    # One call for all: a thread pool of Python's own would pay for every hand-over of its lock.
+    if threads > 1 and len(buffers) > 1 and hasattr(_compressor(), "multi_compress_to_buffer"):
+        return [segment.tobytes() for segment in _compressor().multi_compress_to_buffer(buffers, threads=threads)]
+    return [_compressor().compress(buffer) for buffer in buffers]
 
 
 def load_part(stored: memoryview, size: int, what: str) -> Tensor:
-    """The uint8 [size] that ``store_part`` stored. Never takes more memory than ``size``, whatever the frame claims."""
+    """The uint8 [size] that ``store_parts`` stored. Never takes more memory than ``size``, whatever the frame claims."""
     if len(stored) == 0:
         return torch.zeros(size, dtype=torch.uint8)
     if len(stored) == size:
