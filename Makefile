@@ -41,7 +41,7 @@ bench: setup
 	$(BIN)/python bench/report.py .benchmarks/latest.json
 
 sanitize: setup
-	$(BIN)/python tests/csrc/run_sanitized.py
+	$(BIN)/python tests/csrc/run.py
 
 lint: setup
 	$(BIN)/ruff check .

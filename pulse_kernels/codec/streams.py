@@ -57,12 +57,13 @@ def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:
 def _frames(buffers: list[Any], threads: int) -> list[bytes]:
     # One call for all: a thread pool of Python's own would pay for every hand-over of its lock.
     if threads > 1 and len(buffers) > 1 and hasattr(_compressor(), "multi_compress_to_buffer"):
-        return [segment.tobytes() for segment in _compressor().multi_compress_to_buffer(buffers, threads=threads)]
+        frames: Any = _compressor().multi_compress_to_buffer(buffers, threads=threads)
+        return [frame.tobytes() for frame in frames]
     return [_compressor().compress(buffer) for buffer in buffers]
 
 
 def load_part(stored: memoryview, size: int, what: str) -> Tensor:
-    """The uint8 [size] that ``store_parts`` stored. Never takes more memory than ``size``, whatever the frame claims."""
+    """The uint8 [size] that ``store_parts`` stored; takes no more memory than ``size``, whatever the frame claims."""
     if len(stored) == 0:
         return torch.zeros(size, dtype=torch.uint8)
     if len(stored) == size:

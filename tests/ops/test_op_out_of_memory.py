@@ -1,0 +1,61 @@
+"""Running out of memory half way through an update leaves every weight as it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import resource
+    import torch
+    import pulse_kernels as pk
+
+    torch.set_num_threads(1)
+    n = 1 << 20
+
+    def zeros(dtypes):
+        return [torch.zeros(n, dtype=dtypes[0]), torch.zeros(n // 2, dtype=dtypes[1])]
+
+    bf16, fp16, f32, f64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    forms = {
+        "one pass": (pk.gate_compact_many, [torch.ones(n), torch.ones(n // 2)], zeros([bf16, bf16])),
+        "both dtypes": (pk.gate_compact_many, [torch.ones(n), torch.ones(n // 2)], zeros([bf16, fp16])),
+        "strided": (
+            pk.gate_compact_many,
+            [torch.ones(n), torch.ones(n // 2)],
+            [torch.zeros(n, dtype=bf16), torch.zeros(n // 2, 2, dtype=bf16)[:, 0]],
+        ),
+        "a pass of 4 and one of 8 bytes": (
+            pk.diff_compact_many, [torch.ones(n), torch.ones(n // 2, dtype=f64)], zeros([f32, f64])
+        ),
+    }
+    for form, (op, sources, weights) in forms.items():
+        op([source[:9] for source in sources], [weight[:9].clone() for weight in weights], update=True)  # warm
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        refused = 0
+        for spare in range(0, 160 << 20, 3 << 20):
+            resource.setrlimit(resource.RLIMIT_AS, (used + spare, -1))
+            try:
+                op(sources, weights, update=True)
+                done = True
+            except (RuntimeError, MemoryError):
+                done = False
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+            assert all(bool((weight == int(done)).all()) for weight in weights), f"{form}, {spare} bytes to spare"
+            if done:
+                break
+            refused += 1
+        assert done and refused > 2, f"{form}: {refused} limits were too low"
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc are Linux's")
+def test_nothing_changes():
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
