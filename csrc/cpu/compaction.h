@@ -111,31 +111,22 @@ class Compaction {
     int64_t at;
   };
 
-  // Comparing waits for memory and the digest for the multiplier, so they take turns on short stretches, and while one
-  // is multiplied the next is fetched.
+  // Stretch by stretch, so that the comparison finds in the cache what the digest just brought there.
   int64_t compact_and_digest(const Piece& piece, int64_t end, bool update) {
-    constexpr int64_t kStretch = 8192, kStep = 1024;  // elements
+    constexpr int64_t kStretch = 16384;  // elements
     const CompactItem& item = items_[piece.item];
-    const auto* source = static_cast<const uint8_t*>(item.source);
-    const auto* target = static_cast<const uint8_t*>(item.target);
     const DigestKey& key = *digest_keys_[piece.item];
     uint64_t sums[2] = {0, 0};
     int64_t found = 0;
     for (int64_t begin = piece.begin; begin < end; begin += kStretch) {
-      const int64_t stop = begin + kStretch < end ? begin + kStretch : end;
-      for (int64_t at = begin; at < stop; at += kStep) {
-        const int64_t count = at + kStep < stop ? kStep : stop - at;
-        for (int64_t next = at + kStretch; next < at + kStretch + count && next < end; next += 64 / value_bytes_) {
-          __builtin_prefetch(source + next * value_bytes_);
-          __builtin_prefetch(target + next * value_bytes_);
-        }
-        add_bytes(key, digest_kernel_, target + at * value_bytes_, value_bytes_, count, at, sums);
-      }
+      const int64_t count = begin + kStretch < end ? kStretch : end - begin;
       CompactSink rest = piece.sink;
       rest.positions += found;
       rest.values = static_cast<uint8_t*>(rest.values) + found * value_bytes_;
       if (keep_old_) rest.old_values = static_cast<uint8_t*>(rest.old_values) + found * value_bytes_;
-      found += kernel_(item, begin, stop, rest, update);
+      const auto* target = static_cast<const uint8_t*>(item.target) + begin * value_bytes_;
+      add_bytes(key, digest_kernel_, target, value_bytes_, count, begin, sums);
+      found += kernel_(item, begin, begin + count, rest, update);
     }
     digests_[2 * piece.item] += sums[0];
     digests_[2 * piece.item + 1] += sums[1];
