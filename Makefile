@@ -30,15 +30,15 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 	touch $@
 
 demo: setup
-	$(BIN)/pulse-kernels demo
+	$(BIN)/pulse-kernels demo --out build/demo
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: setup
-	mkdir -p .benchmarks
-	$(BIN)/python -m pytest bench --benchmark-json=.benchmarks/latest.json
-	$(BIN)/python bench/report.py .benchmarks/latest.json
+	mkdir -p build
+	$(BIN)/python -m pytest bench --benchmark-quiet --benchmark-json=build/bench.json
+	$(BIN)/python -m bench.report build/bench.json
 
 sanitize: setup
 	$(BIN)/python tests/csrc/run.py

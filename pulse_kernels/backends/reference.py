@@ -351,7 +351,7 @@ def digest(tensor: Tensor, key: int, start: int) -> Tensor:
 def diff_digest_many(
     new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """``diff_compact`` with the old values and, given keys, the digests of ``old``, in one pass where a back end can."""
+    """``diff_compact`` with the old values and, given keys, the digests of ``old``; one pass where a back end can."""
     columns = compact_many("diff_compact", new, old, index_dtypes, False, True)
     return *columns, [digest(tensor, key, 0) for tensor, key in zip(old, keys, strict=bool(keys))]
 

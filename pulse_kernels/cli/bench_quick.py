@@ -159,8 +159,8 @@ def run_quick(elements: int, density: float, repeats: int) -> list[dict[str, Any
     """Time everything on ``elements`` weights of which ``density`` changed; rows in the order of a table.
 
     A row: name; seconds, the median; gb_per_s, counting the bytes of the tensors that an operator reads (of the whole
-    old and new weights for encode, of the whole weights for decode); ratio_to_eager, how many times the eager form
-    takes, or None where there is none. About 20 s at 2e7 elements and 7 repeats on two cores.
+    old and new weights for encode, of the whole weights for decode); ratio_to_eager, how many times as long the eager
+    form takes, or None where there is none. A few seconds at 2e7 elements and 7 repeats on two cores.
     """
     if elements < 1 or not 0 < density < 1 or repeats < 1:
         raise ValueError(

@@ -811,6 +811,25 @@ def test_parts(part: bytes) -> None:
     refused(Forgery([["z", "U8", [300_000], [whole]]]).build(), "tensor 'z', segment 0, indices", base=None)
 
 
+# ---- signs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signs", [b"\0\0", b"\0\0\0", b"\x28\xb5\x2f\xfd"], ids=["two bytes", "three", "a frame"])
+def test_signs_of_another_size(signs: bytes) -> None:
+    """One byte holds the signs of four changes."""
+    forgery = honest()
+    forgery.tensors[0][3][0].value[0] = signs
+    refused(forgery.build(), "tensor 'layer.weight', segment 0, values")
+
+
+def test_signs_behind_the_last_value_mean_nothing() -> None:
+    forgery = honest()
+    part = forgery.tensors[0][3][0]
+    plain = pk.Patch.from_bytes(forgery.build(), BASE)
+    part.value[0] = bytes([(part.value[0] or b"\0")[0] | 0xF0])
+    assert_same_patch(pk.Patch.from_bytes(forgery.build(), BASE), plain)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 BOMBS = """

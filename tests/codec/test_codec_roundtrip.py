@@ -275,6 +275,17 @@ def test_changed_tensor_without_changes() -> None:
         assert_same_patch(pk.Patch.from_bytes(patch.to_bytes(profile, base={"w": torch.ones(2, 3).half()})), patch)
 
 
+def test_entries_that_change_nothing() -> None:
+    """A patch made by hand may list them, as a chain of patches that was folded does."""
+    for dtype in sorted(DTYPES):
+        old = random_bits(dtype, (20,), 1)
+        indices = torch.arange(0, 20, 3, dtype=torch.int32)
+        values = old.view(-1, 1).view(torch.uint8)[indices.long()].view(old.dtype).reshape(-1)
+        patch = pk.Patch(tensors={"w": pk.TensorPatch("w", (20,), old.dtype, indices, values, values)})
+        for profile in PROFILES:
+            assert_same_patch(pk.Patch.from_bytes(patch.to_bytes(profile), {"w": old}), patch)
+
+
 def test_versions_and_digests() -> None:
     patch = pk.Patch(0, 2**63 - 1, base_digest="0" * 32, digest="0123456789abcdef" * 2)
     assert_same_patch(pk.Patch.from_bytes(patch.to_bytes()), patch)

@@ -28,26 +28,45 @@ def test_what_was_asked_for_runs():
         assert here() == asked
 
 
-@pytest.mark.skipif("PULSE_CPU" in os.environ or "PULSE_NATIVE" in os.environ, reason="this is one of those runs")
-@pytest.mark.parametrize("name", [*ORDER, "reference"])
-def test_operators(name):
+def why_not(name):
+    """Why this process need not or cannot ask for a run with ``name``; None where it should."""
     best = here()
     if name == best:
-        pytest.skip(f"{name} is what all other tests run")
+        return f"{name} is what all other tests run"
     if best == "reference":
-        pytest.skip(f"the compiled library is not in use: {native.cpu_library().reason}")
+        return f"the compiled library is not in use: {native.cpu_library().reason}"
     if name != "reference" and ORDER.index(name) > ORDER.index(best):
-        pytest.skip(f"this CPU runs {best} at best; test_op_avx512_by_simde.py runs the AVX-512 loops on any")
-    ours = {"PULSE_NATIVE": "0"} if name == "reference" else {"PULSE_CPU": name}
+        return f"this CPU runs {best} at best; test_op_avx512_by_simde.py runs the AVX-512 loops on any"
+    return None
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All runs at once, each with its report in a file."""
     folder = Path(__file__).parent
-    files = [str(folder / f"test_op_{file}.py") for file in FILES]
     asked = f"{Path(__file__)}::test_what_was_asked_for_runs"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", asked, *files],
-        env=os.environ | ours | {"PULSE_TEST_EXAMPLES": "15"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", asked]
+    command += [str(folder / f"test_op_{file}.py") for file in FILES]
+    running = {}
+    for name in [*ORDER, "reference"]:
+        if why_not(name) is None:
+            ours = {"PULSE_NATIVE": "0"} if name == "reference" else {"PULSE_CPU": name}
+            report = tmp_path_factory.mktemp("runs") / f"{name}.txt"
+            with report.open("w") as output:
+                environment = os.environ | ours | {"PULSE_TEST_EXAMPLES": "15"}
+                process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            running[name] = process, report
+    yield running
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif("PULSE_CPU" in os.environ or "PULSE_NATIVE" in os.environ, reason="this is one of those runs")
+@pytest.mark.parametrize("name", [*ORDER, "reference"])
+def test_operators(name, runs):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    process, report = runs[name]
+    status = process.wait(timeout=250)
+    assert status == 0, report.read_text()[-5000:]

@@ -122,6 +122,18 @@ def test_reshaped_and_retyped_tensors_are_replaced() -> None:
     assert patch.digest == pk.StateDigest.of(new).hexdigest()
 
 
+def test_a_known_base_digest_is_not_taken_again() -> None:
+    old = {"w": torch.zeros(50), "same": torch.ones(2), "gone": torch.ones(1), "reshaped": torch.ones(4)}
+    new = {"w": torch.ones(50), "same": torch.ones(2), "here": torch.ones(3), "reshaped": torch.ones(2, 2)}
+    plain = pk.Patch.diff(old, new)
+    for known in (plain.base_digest, plain.base_digest.upper()):
+        patch = pk.Patch.diff(old, new, base_digest=known)
+        assert (patch.base_digest, patch.digest) == (plain.base_digest, plain.digest)
+        assert patch.tensors["w"].indices.tolist() == list(range(50))
+    with pytest.raises(ValueError, match="expected 32 hexadecimal digits"):
+        pk.Patch.diff(old, new, base_digest="latest")
+
+
 def test_bad_states() -> None:
     with pytest.raises(TypeError, match="pairs"):
         pk.Patch.diff({"w": [1.0]}, {})  # type: ignore[dict-item]
