@@ -41,7 +41,7 @@ bench: setup
 	$(BIN)/python -m bench.report build/bench.json
 
 sanitize: setup
-	$(BIN)/python tests/csrc/run.py
+	$(BIN)/python tests/csrc/run.py asan asan-simde
 
 lint: setup
 	$(BIN)/ruff check .

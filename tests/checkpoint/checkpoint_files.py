@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from pulse_kernels.checkpoint import DTYPES, Checkpoint, CheckpointWriter
+from pulse_kernels.checkpoint import Checkpoint, CheckpointWriter
+from pulse_kernels.dtypes import DTYPES
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,7 +16,8 @@ import torch
 from checkpoint_files import all_bits, bits, layout_of, load_with_reader, values
 from safetensors.torch import save_file
 
-from pulse_kernels.checkpoint import DTYPES, Checkpoint, validate_layout
+from pulse_kernels.checkpoint import Checkpoint, validate_layout
+from pulse_kernels.dtypes import DTYPES
 from pulse_kernels.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

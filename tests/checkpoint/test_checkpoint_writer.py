@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pulse_kernels.checkpoint import DTYPES, Checkpoint, CheckpointWriter, checkpoint_state
+from pulse_kernels.checkpoint import Checkpoint, CheckpointWriter, checkpoint_state
+from pulse_kernels.dtypes import DTYPES
 from pulse_kernels.errors import CheckpointError
 
 ONE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(True)}

@@ -811,6 +811,15 @@ def test_parts(part: bytes) -> None:
     refused(Forgery([["z", "U8", [300_000], [whole]]]).build(), "tensor 'z', segment 0, indices", base=None)
 
 
+@pytest.mark.parametrize(
+    "part", [b"", forge.frame(PLAIN), PLAIN[:-1], PLAIN + b"x"], ids=["none", "a frame", "-1", "+1"]
+)
+def test_raw_values_are_stored_as_they_are(part: bytes) -> None:
+    """The code has its meaning: `raw` is neither left out nor compressed."""
+    whole = Part(0, 1000, 1000, "gaps8", [b"", b"", b""], 0, "raw", [part])
+    refused(Forgery([["z", "U8", [1000], [whole]]]).build(), "tensor 'z': value parts", base=None)
+
+
 # ---- signs -----------------------------------------------------------------------------------------------------------
 
 
