@@ -83,7 +83,7 @@ def compact_out(
     in_place = update and target.is_contiguous()
     kind = _kind(op, target)
     found = _raw.compact_out(kind, _dense(source), _dense(target), indices, values, old_values, in_place)
-    count.fill_(found)
+    count.detach().fill_(found)  # an inference tensor itself refuses outside of inference mode, after the write
     if update and not in_place and found <= indices.numel():
         apply_patch_(target, indices[:found], values[:found])
 

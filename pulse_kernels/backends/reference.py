@@ -90,12 +90,12 @@ def compact_out(
 ) -> None:
     positions, new, old = compact(op, source, target, indices.dtype, update=False)
     found = positions.numel()
-    count.fill_(found)
+    count.detach().fill_(found)  # an inference tensor itself refuses outside of inference mode, after the write
     if found > indices.numel():
         return
     for buffer, result in ((indices, positions), (values, new), (old_values, old)):
         if buffer is not None:
-            buffer[:found] = result
+            buffer[:found].detach().copy_(result)
     if update:
         apply_patch_(target, positions, new)
 
@@ -131,7 +131,7 @@ def gate_residual_many(
 def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
     s = pending_residual(theta, local, residual)
     s[indices.long()] = 0.0
-    residual.copy_(s.view(residual.shape))
+    residual.detach().copy_(s.view(residual.shape))
 
 
 # ---- patches --------------------------------------------------------------------------------------------------------

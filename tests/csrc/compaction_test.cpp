@@ -98,7 +98,8 @@ void test_compaction(const pulse::KernelTable& table) {
     CHECK(updating.run(runner, true));
     for (size_t k = 0; k < model.size(); ++k) {
       uint64_t expected[2];
-      pulse::digest(runner, table.digest2, before[k].data(), 2, static_cast<int64_t>(before[k].size()), k + 1, 0, expected);
+      const auto n = static_cast<int64_t>(before[k].size());
+      pulse::digest(runner, table.digest2, before[k].data(), 2, n, k + 1, 0, expected);
       CHECK(updating.digest(k, 0) == expected[0] && updating.digest(k, 1) == expected[1]);
     }
     for (const Pair& pair : model) CHECK(pair.weight == pair.wanted);

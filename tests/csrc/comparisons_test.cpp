@@ -65,7 +65,9 @@ void check_kernel(CompactFn kernel, const CompactItem& item, int64_t begin, cons
       }
       std::vector<Value> after(before);
       if (update) {
-        for (size_t k = 0; k < found; ++k) after[begin + expected.positions[k]] = static_cast<Value>(expected.values[k]);
+        for (size_t k = 0; k < found; ++k) {
+          after[begin + expected.positions[k]] = static_cast<Value>(expected.values[k]);
+        }
       }
       for (int64_t k = 0; k < item.numel; ++k) changed_elsewhere += at<Value>(item.target, k) != after[k];
       CHECK(wrong == 0 && changed_elsewhere == 0);
@@ -123,7 +125,9 @@ void check_diff(CompactFn kernel, Random& random, int64_t n, int density, int64_
   for (int64_t k = 0; k < n; ++k) {
     fresh[k] = stale[k] = static_cast<Value>(random.bits());
     // A single flipped bit anywhere in the element counts.
-    if (static_cast<int>(random.below(100)) < density) fresh[k] ^= static_cast<Value>(uint64_t{1} << random.below(8 * sizeof(Value)));
+    if (static_cast<int>(random.below(100)) < density) {
+      fresh[k] ^= static_cast<Value>(uint64_t{1} << random.below(8 * sizeof(Value)));
+    }
     if (k >= begin && fresh[k] != stale[k]) {
       expected.positions.push_back(static_cast<uint32_t>(k - begin));
       expected.values.push_back(fresh[k]);

@@ -145,6 +145,21 @@ void check_hostile(const Blob& blob, Random& random) {
   }
 }
 
+// A tensor one element shorter than the last position needs: that position lies just outside. Full blocks of narrow and
+// of wide gaps and short blocks are bounded by code of their own.
+template <class Index>
+void check_last_position(const KernelTable& table, int count, int width) {
+  Random random(width);
+  std::vector<Index> indices = indices_of_width<Index>(random, count, width, pulse::kMaxNumel);
+  CHECK(static_cast<int>(indices.size()) == count);
+  const auto last = static_cast<uint64_t>(indices.back());
+  Blob blob = pack(table, indices, last + 1);
+  std::vector<Index> back;
+  CHECK(unpack(blob, &back) && back == indices);
+  std::memcpy(blob.data() + 8, &last, 8);  // the header's numel
+  CHECK(!unpack(blob, &back));
+}
+
 void check_random_blobs(Random& random) {
   std::vector<int64_t> indices;
   for (int round = 0; round < 20000; ++round) {
@@ -188,6 +203,11 @@ void test_index_blob(const KernelTable& table) {
   check_widths(table);
   check_widest_blocks();
   check_single_gaps();
+  for (const int count : {1, 5, 255, 256, 257, 512}) {
+    check_last_position<int32_t>(table, count, 3);
+    check_last_position<int64_t>(table, count, 3);
+    check_last_position<int64_t>(table, count, 40);
+  }
   Random random(11);
   check_hostile<int32_t>(pack<int32_t>(table, {}, 0), random);
   check_hostile<int32_t>(pack<int32_t>(table, {0, 5, 6, 100, 101}, 1000), random);

@@ -2,7 +2,7 @@
 
 Variants: ``asan`` (AddressSanitizer and UndefinedBehaviorSanitizer), ``asan-simde`` (the same with the AVX-512 kernels
 compiled through SIMDe, for a CPU without AVX-512), ``tsan`` (ThreadSanitizer), ``simde`` (no sanitizer). Without
-arguments the first three: that is ``make sanitize``. CXX names the compiler; MAX_JOBS bounds how many run at once.
+arguments the first two: that is ``make sanitize``. CXX names the compiler; MAX_JOBS bounds how many run at once.
 Exit status: 0 all passed, 1 a check failed, 77 compiler or SIMDe headers missing.
 """
 
@@ -108,4 +108,4 @@ def main(variants: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["asan", "asan-simde", "tsan"]))
+    sys.exit(main(sys.argv[1:] or ["asan", "asan-simde"]))

@@ -190,3 +190,6 @@ def test_a_diff_takes_the_base_digest_along(threads):
     for a, b, key, index_dtype, *row in zip(new, old, keys, index_dtypes, *columns, strict=True):
         assert all_same_bits(row[:3], pk.diff_compact(a, b, return_old=True, index_dtype=index_dtype))
         assert same_bits(row[3], pk.digest(b, key))
+    *without, digests = back_end().diff_digest_many(new, old, [], index_dtypes)
+    assert digests == []
+    assert all(all_same_bits(a, b) for a, b in zip(without, columns[:3], strict=True))

@@ -201,10 +201,15 @@ class TestAliased:
 
     def test_a_chain_of_diffs(self, threads):
         a, b, c = (random_bits(self.N, torch.int32, seed) for seed in range(3))
-        before_b = b.clone()
-        pk.diff_compact_many([b, c], [a, b], update=True)
-        assert torch.equal(a, before_b)
-        assert torch.equal(b, c)
+        for _ in range(20):  # at one time on several threads, only some attempts would go wrong
+            first, second, third = a.clone(), b.clone(), c.clone()
+            pk.diff_compact_many([second, third], [first, second], update=True)
+            assert torch.equal(first, b)
+            assert torch.equal(second, c)
+            first, second, third = a.clone(), b.clone(), c.clone()
+            pk.diff_compact_many([second, first], [first, third], update=True)
+            assert torch.equal(first, b)
+            assert torch.equal(third, b)
 
     def test_a_master_over_its_weight(self):
         memory = torch.arange(1.0, self.N + 1)
@@ -295,9 +300,25 @@ class TestAutograd:
         # Outside too: the operators keep no graph.
         assert pk.exchange_patch_(weight, self.index, self.value + 1).tolist() == [5]
         pk.gate_compact(weight, low, update=True)
-        pk.commit_residual_(weight, weight, weight, torch.zeros(0, dtype=torch.int64))
         assert low.tolist() == [0, 6, 0]
         assert pk.digest(low, 1).tolist() == pk.digest(low.clone(), 1).tolist()
+
+    @pytest.mark.parametrize("stride", [1, 2])
+    def test_inference_tensors_written_outside_of_inference_mode(self, stride):
+        with torch.inference_mode():
+            weight, residual = torch.zeros(6, dtype=torch.bfloat16)[::stride], torch.zeros(6)[::stride]
+            indices, count = torch.zeros(6, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+            values, old = torch.zeros(6, dtype=torch.bfloat16), torch.ones(6, dtype=torch.bfloat16)
+        n = weight.numel()
+        ones, none = torch.ones(n), torch.zeros(0, dtype=torch.int64)
+        pk.gate_compact_out(ones, weight, indices, values, count, update=True, old_values=old)
+        assert count.tolist() == [n]
+        assert (indices[:n].tolist(), values[:n].tolist(), old[:n].tolist()) == (list(range(n)), [1] * n, [0] * n)
+        assert weight.tolist() == [1] * n
+        pk.commit_residual_(ones, torch.zeros(n), residual, none)
+        assert residual.tolist() == [1] * n
+        pk.apply_patch_(weight, torch.tensor([1]), torch.tensor([7.0]).bfloat16())
+        assert weight[1] == 7
 
 
 def test_lazy_conjugates_and_negatives_count_as_what_they_show():

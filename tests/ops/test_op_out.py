@@ -101,6 +101,8 @@ def test_a_strided_weight(update):
     assert weight.flatten().tolist() == (list(range(12)) if update else [0] * 12)
     weight.zero_()
     indices, values, count, _ = buffers(10, torch.bfloat16)
+    indices.fill_(3)  # a place and values that would show if they were written
+    values.fill_(9)
     pk.gate_compact_out(source, weight, indices, values, count, update=update)
     assert count.tolist() == [11]
     assert weight.flatten().tolist() == [0] * 12
