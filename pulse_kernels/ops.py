@@ -228,7 +228,9 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
                 checks.has_dtype(name, label, buffer, (target.dtype,))
                 checks.vector(name, label, buffer, ("indices", indices))
         buffers = {"indices": indices, "values": values, "count": count}
-        for label, buffer in buffers.items() if old_values is None else (*buffers.items(), ("old_values", old_values)):
+        if old_values is not None:
+            buffers["old_values"] = old_values
+        for label, buffer in buffers.items():
             if not buffer.is_contiguous():
                 raise ValueError(f"{name}: {label} is not contiguous; pass a contiguous buffer")
         checks.same_place(name, weight=target, **buffers)

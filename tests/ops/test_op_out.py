@@ -113,3 +113,15 @@ def test_count_may_have_any_shape_of_one_element():
         indices, values, _, _ = buffers(3, torch.bfloat16)
         pk.gate_compact_out(torch.ones(3), torch.zeros(3, dtype=torch.bfloat16), indices, values, count)
         assert int(count) == 3
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_old_values_on_another_device(update):
+    weight = torch.zeros(4, dtype=torch.bfloat16)
+    indices, values, count, old_values = buffers(4, torch.bfloat16)
+    with pytest.raises(ValueError, match="old_values on meta"):
+        pk.gate_compact_out(
+            torch.ones(4), weight, indices, values, count, update=update, old_values=old_values.to("meta")
+        )
+    assert weight.tolist() == [0] * 4
+    assert count.tolist() == [-7]
