@@ -35,8 +35,15 @@ _MIN_SLICE = 1 << 20  # elements; smaller ones would pay more for their headers 
 _PARTS = 16  # slices of the largest tensor
 
 
+class _Report:
+    """A dataclass that goes into JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
 @dataclass(frozen=True)
-class DiffReport:
+class DiffReport(_Report):
     """What ``diff`` made. dense_bytes: the new checkpoint's tensor data. ratio: dense_bytes / patch_bytes."""
 
     patch_bytes: int
@@ -53,12 +60,9 @@ class DiffReport:
     profile: str
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class ApplyReport:
+class ApplyReport(_Report):
     """What ``apply`` wrote. path: where; digest: of the state there; version: the patch's."""
 
     path: str
@@ -69,12 +73,9 @@ class ApplyReport:
     bytes_written: int
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(_Report):
     """What ``verify`` found. differences: one line each, at most 20; identical: whether there are none."""
 
     identical: bool
@@ -83,9 +84,6 @@ class VerifyReport:
     bytes_compared: int
     digest: str
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _quiet(done: int, total: int) -> None:
@@ -128,6 +126,7 @@ def diff(
         base, change = StateDigest(), StateDigest()
         step = _slice_numel(before, after)
         dense_bytes = sum(info.nbytes for info in after.tensors.values())
+        num_elements = sum(info.numel for info in after.tensors.values())
         total = dense_bytes + sum(info.nbytes for info in before.tensors.values())
         count = _Counter(total, progress)
         with _Encoder(builder, profile) as encoder:
@@ -156,8 +155,8 @@ def diff(
         dense_bytes=dense_bytes,
         ratio=dense_bytes / patch_bytes,
         num_changed=header.num_changed,
-        num_elements=sum(info.numel for info in after.tensors.values()),
-        density=header.num_changed / max(1, sum(info.numel for info in after.tensors.values())),
+        num_elements=num_elements,
+        density=header.num_changed / max(1, num_elements),
         tensors_changed=len(header.tensors),
         tensors_added=len(header.added),
         tensors_removed=len(removed),
@@ -308,8 +307,9 @@ class _Patched:
             planned = {name: (dtype, tuple(shape)) for file in files for name, dtype, shape in file["tensors"]}
         except (KeyError, TypeError, ValueError):
             raise PatchFormatError("patch header: the layout is not one; the file is damaged") from None
-        if planned != self.kinds():
-            odd = sorted(name for name in planned.keys() | self.kinds() if planned.get(name) != self.kinds().get(name))
+        kinds = self.kinds()
+        if planned != kinds:
+            odd = sorted(name for name in planned.keys() | kinds if planned.get(name) != kinds.get(name))
             raise PatchFormatError(
                 f"patch header: the layout and the patched tensors differ in {odd[0]!r:.200} and {len(odd) - 1} more"
             )

@@ -155,13 +155,14 @@ def apart(written: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.clone() if share_memory([written, tensor]) else tensor for tensor in read)
 
 
+def memory_span(tensor: Tensor) -> tuple[str, int, int]:
+    """(device, first byte, byte behind the last) that a non-empty tensor reaches; sorts by place."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
+
+
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether any two tensors of the list may overlap (tied weights): such lists are worked through in order."""
-    spans = []
-    for tensor in tensors:
-        if tensor.numel():
-            reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-            start = tensor.data_ptr()
-            spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size()))
-    spans.sort()
+    spans = sorted(memory_span(tensor) for tensor in tensors if tensor.numel())
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))

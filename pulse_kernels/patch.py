@@ -134,9 +134,7 @@ class Patch:
         it, it is taken in the same pass, which on a CPU costs about as much as the comparison.
         """
         before, after = named_tensors(old), named_tensors(new)
-        replaced = {
-            name for name in after if name in before and not _same_kind(before[name], after[name])
-        }  # fmt: skip
+        replaced = {name for name in after if name in before and not _same_kind(before[name], after[name])}
         common = [name for name in after if name in before and name not in replaced]
         known = base_digest is not None
         kept = _diff_by_device(common, before, after, with_digest=not known)
@@ -382,13 +380,7 @@ def _check_fits(tensor_patch: TensorPatch, weight: Tensor) -> None:
 
 def _spans(named: dict[str, Tensor]) -> Iterator[list[str]]:
     """Groups of names whose tensors overlap in memory, each group sorted by address."""
-    places = []
-    for name, tensor in named.items():
-        if tensor.numel():
-            reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-            start = tensor.data_ptr()
-            places.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size(), name))
-    places.sort()
+    places = sorted((*checks.memory_span(tensor), name) for name, tensor in named.items() if tensor.numel())
     group: list[str] = []
     end: tuple[str, int] = ("", 0)
     for device, start, stop, name in places:

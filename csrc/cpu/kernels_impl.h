@@ -1,5 +1,5 @@
 // The inner loops, written once over `Isa`, which supplies 64-element comparison masks and 256-element digest sums.
-// Included by one source file an instruction set, inside that file's anonymous namespace, after its `struct Isa`.
+// Included once an instruction set, inside its anonymous namespace, after its `struct Isa`.
 
 // 63 for an empty mask, whose bit is never used.
 inline uint32_t lowest_bit(uint64_t mask) { return static_cast<uint32_t>(__builtin_ctzll(mask | 1ull << 63)); }

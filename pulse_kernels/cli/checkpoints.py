@@ -8,6 +8,7 @@ from typing import Any
 
 from pulse_kernels import checkpoint_patch, codec
 from pulse_kernels.checkpoint import Checkpoint, checkpoint_state
+from pulse_kernels.cli.arguments import command
 from pulse_kernels.cli.progress import ProgressBar
 from pulse_kernels.codec.segment import PROFILES
 
@@ -16,7 +17,7 @@ _CHECKPOINT = "a safetensors file or a Hugging Face checkpoint folder"
 
 def add_commands(commands: Any) -> None:
     """Add this module's commands to the parser."""
-    diff = _command(commands, "diff", _diff, "write the patch that turns checkpoint OLD into NEW")
+    diff = command(commands, "diff", _diff, "write the patch that turns checkpoint OLD into NEW")
     diff.add_argument("old", metavar="OLD", help=_CHECKPOINT)
     diff.add_argument("new", metavar="NEW", help=_CHECKPOINT)
     diff.add_argument("-o", "--output", metavar="PATCH", required=True, help="the patch file to write")
@@ -24,7 +25,7 @@ def add_commands(commands: Any) -> None:
     diff.add_argument("--base-version", type=_version, metavar="N", help="version number of OLD, recorded in the patch")
     diff.add_argument("--new-version", type=_version, metavar="N", help="version number of NEW, recorded in the patch")
 
-    apply = _command(commands, "apply", _apply, "write the checkpoint that PATCH makes of BASE")
+    apply = command(commands, "apply", _apply, "write the checkpoint that PATCH makes of BASE")
     apply.add_argument("base", metavar="BASE", help=_CHECKPOINT)
     apply.add_argument("patch", metavar="PATCH", help="a patch file")
     place = apply.add_mutually_exclusive_group(required=True)
@@ -34,21 +35,14 @@ def add_commands(commands: Any) -> None:
     )
     apply.add_argument("--overwrite", action="store_true", help="replace weights that are already in OUT")
 
-    inspect = _command(commands, "inspect", _inspect, "show what a patch changes, or what state a checkpoint is in")
+    inspect = command(commands, "inspect", _inspect, "show what a patch changes, or what state a checkpoint is in")
     inspect.add_argument("path", metavar="PATH", help=f"a patch file, {_CHECKPOINT}")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor of a patch")
 
-    verify = _command(commands, "verify", _verify, "check that PATCH turns BASE into exactly NEW; writes nothing")
+    verify = command(commands, "verify", _verify, "check that PATCH turns BASE into exactly NEW; writes nothing")
     verify.add_argument("base", metavar="BASE", help=_CHECKPOINT)
     verify.add_argument("patch", metavar="PATCH", help="a patch file")
     verify.add_argument("new", metavar="NEW", help=_CHECKPOINT)
-
-
-def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _version(text: str) -> int:

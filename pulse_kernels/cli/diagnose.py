@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from pulse_kernels.backends import native
-from pulse_kernels.cli.checkpoints import _command
+from pulse_kernels.cli.arguments import command
 
 
 def add_commands(commands: Any) -> None:
     """Add this module's commands to the parser."""
-    _command(commands, "doctor", _doctor, "say which back ends are present, and why the others are not")
+    command(commands, "doctor", _doctor, "say which back ends are present, and why the others are not")
 
-    bench = _command(commands, "bench", _bench, "time the operators beside eager PyTorch on this machine")
+    bench = command(commands, "bench", _bench, "time the operators beside eager PyTorch on this machine")
     bench.add_argument("--elements", type=_positive, default=20_000_000, metavar="N", help="tensor size (%(default)s)")
     bench.add_argument("--density", type=_share, default=0.01, metavar="X", help="share that changed (%(default)s)")
     bench.add_argument(
         "--repeats", type=_positive, default=7, metavar="N", help="rounds, medians are shown (%(default)s)"
     )
 
-    demo = _command(commands, "demo", _demo, "train a small model with RL while two rollout workers follow by patches")
+    demo = command(commands, "demo", _demo, "train a small model with RL while two rollout workers follow by patches")
     demo.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps (default: the demo's own number)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     demo.add_argument("--workers", type=_positive, default=2, metavar="N", help="rollout processes (%(default)s)")
