@@ -17,6 +17,11 @@ uint64_t slow_gate_bf16(const uint32_t* master, const uint16_t* weight);
 
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
+inline __m256i load_lanes(const void* low, const void* high) {
+  const __m128i first = _mm_loadu_si128(static_cast<const __m128i*>(low));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(first), _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
+}
+
 // Elements 0..3 and 8..11 of p in one register, 4..7 and 12..15 in the other: packus then restores memory order.
 inline __m256i load_split(const uint32_t* p) {
   const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -35,29 +40,63 @@ inline __m256i nan_lanes(__m256i u) {
   return _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
 }
 
+// Lanes where either holds a NaN.
+inline __m256i unordered(__m256i a, __m256i b) {
+  return _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), _CMP_UNORD_Q));
+}
+
 // Two vectors of sixteen 0/-1 words to 32 mask bits in memory order.
 inline uint32_t word_mask(__m256i first, __m256i second) {
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xD8);
   return static_cast<uint32_t>(_mm256_movemask_epi8(bytes));
 }
 
-uint64_t gate_bf16_mask(const uint32_t* master, const uint16_t* weight) {
+// Ties and NaNs as the rule has them.
+uint64_t exact_gate_bf16_mask(const uint32_t* master, const uint16_t* weight) {
   __m256i nan = _mm256_setzero_si256();
   uint64_t same = 0;
-#pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     __m256i equal[2];
-#pragma GCC unroll 2
     for (int k = 0; k < 2; ++k) {
       const uint32_t* m = master + 32 * half + 16 * k;
       const __m256i a = load_split(m), b = load_split(m + 4);
-      nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+      nan = _mm256_or_si256(nan, unordered(a, b));
       const __m256i rounded = _mm256_packus_epi32(round_bf16(a), round_bf16(b));
       equal[k] = _mm256_cmpeq_epi16(rounded, load(weight + 32 * half + 16 * k));
     }
     same |= static_cast<uint64_t>(word_mask(equal[0], equal[1])) << (32 * half);
   }
   if (__builtin_expect(!_mm256_testz_si256(nan, nan), 0)) return slow_gate_bf16(master, weight);
+  return ~same;
+}
+
+// Half up instead of half to even, which differs only at ties. With d = master - (weight << 16) - 0x8000, the high half
+// of d is 0xFFFF where that rounding equals the weight, and the low half is 0 at a tie. A lane holds 16 neighbours of
+// each 32, so that packing twice restores memory order.
+__attribute__((always_inline)) inline uint64_t gate_bf16_mask(const uint32_t* master, const uint16_t* weight) {
+  const __m256i half_ulp = _mm256_set1_epi16(-0x8000), wanted = _mm256_set1_epi32(-0x10000);
+  __m256i nan = _mm256_setzero_si256(), seen = _mm256_setzero_si256();
+  uint64_t same = 0;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    __m256i equal[2];
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t* m = master + 32 * half + 8 * k;
+      const uint16_t* w = weight + 32 * half + 8 * k;
+      const __m256i a = load_lanes(m, m + 16), b = load_lanes(m + 4, m + 20), words = load_lanes(w, w + 16);
+      nan = _mm256_or_si256(nan, unordered(a, b));
+      const __m256i d_a = _mm256_sub_epi32(a, _mm256_unpacklo_epi16(half_ulp, words));
+      const __m256i d_b = _mm256_sub_epi32(b, _mm256_unpackhi_epi16(half_ulp, words));
+      equal[k] = _mm256_packs_epi32(_mm256_cmpeq_epi16(d_a, wanted), _mm256_cmpeq_epi16(d_b, wanted));
+    }
+    // Saturated: 0x80 where equal, 0 where changed; at a tie 0xFF and 0x7F.
+    const __m256i bytes = _mm256_packs_epi16(equal[0], equal[1]);
+    seen = _mm256_or_si256(seen, bytes);
+    same |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(bytes))) << (32 * half);
+  }
+  const __m256i rare = _mm256_or_si256(nan, _mm256_and_si256(seen, _mm256_set1_epi8(1)));
+  if (__builtin_expect(!_mm256_testz_si256(rare, rare), 0)) return exact_gate_bf16_mask(master, weight);
   return ~same;
 }
 

