@@ -137,17 +137,18 @@ class Patch:
         replaced = {name for name in after if name in before and not _same_kind(before[name], after[name])}
         common = [name for name in after if name in before and name not in replaced]
         known = base_digest is not None
-        kept = _diff_by_device(common, before, after, with_digest=not known)
+        kept = _diff_by_device(common, before, after, digest_before=not known)
         state = StateDigest() if base_digest is None else StateDigest.fromhex(base_digest)
         change, tensors = StateDigest(), {}
-        for name, (index, value, overwritten, *lanes) in zip(common, kept, strict=True):
+        for name, (index, value, overwritten, sums) in zip(common, kept, strict=True):
             like = after[name]
+            lanes = sums.tolist()
             if not known:
                 state.add_presence(name, like)
-                state.add_lanes(lanes[0].tolist())
+                state.add_lanes(lanes[:2])
             if index.numel():
                 tensors[name] = TensorPatch(name, tuple(like.shape), like.dtype, index, value, overwritten)
-                change.update(name, like, index, overwritten, value)
+                change.add_lanes(lanes[2:])
         gone = StateDigest.of({name: before[name] for name in before if name not in after or name in replaced})
         if not known:
             state.merge(gone)
@@ -336,22 +337,22 @@ def _only_device(named: dict[str, Tensor], tensor: Tensor) -> torch.device:
 
 
 def _diff_by_device(
-    names: Sequence[str], before: dict[str, Tensor], after: dict[str, Tensor], *, with_digest: bool
+    names: Sequence[str], before: dict[str, Tensor], after: dict[str, Tensor], *, digest_before: bool
 ) -> list[tuple[Tensor, ...]]:
-    """(indices, values, old values[, digest of the old tensor]) of each name; one launch a device."""
+    """(indices, values, old values, digest and its change: int64 [4]) of each name; one launch a device."""
     rows: dict[str, tuple[Tensor, ...]] = {}
     for name in names:
         checks.diff(f"diff of {name!r}", after[name], before[name])
     for device in dict.fromkeys(after[name].device for name in names):
         here = [name for name in names if after[name].device == device]
-        keys = [tensor_key(name, after[name].dtype, after[name].shape) for name in here] if with_digest else []
+        keys = [tensor_key(name, after[name].dtype, after[name].shape) for name in here]
         columns = for_device(device.type).diff_digest_many(
             [after[name] for name in here],
             [before[name] for name in here],
             keys,
             [checks.index_dtype("diff", after[name].numel(), None) for name in here],
+            digest_before,
         )
-        columns = columns if with_digest else columns[:3]
         rows.update(zip(here, zip(*columns, strict=True), strict=True))
     return [rows[name] for name in names]
 

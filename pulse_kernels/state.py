@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pulse_kernels import ops
-from pulse_kernels.backends.reference import mix64
 from pulse_kernels.dtypes import dtype_name
 
 Params: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
@@ -54,10 +53,17 @@ def tensor_key(name: str, dtype: torch.dtype, shape: Iterable[int]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def _mix64(z: int) -> int:
+    """SplitMix64's finaliser of one Python integer; ``reference.mix64`` is that of a tensor."""
+    z &= _MASK64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK64
+    return z ^ z >> 31
+
+
 def _presence(key: int) -> tuple[int, int]:
     """What a tensor adds to both lanes by being there, so that one of zeros counts as well."""
-    lanes = mix64(torch.tensor([key, ~key])).tolist()
-    return lanes[0], lanes[1]
+    return _mix64(key), _mix64(~key)
 
 
 class StateDigest:
@@ -73,8 +79,11 @@ class StateDigest:
     def of(cls, params: Params) -> StateDigest:
         """The digest of all tensors of ``params``; one pass over them."""
         digest = cls()
-        for name, tensor in named_tensors(params).items():
-            digest.add_tensor(name, tensor)
+        named = named_tensors(params)
+        keys = [tensor_key(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
+        for key, lanes in zip(keys, ops.digest_many(list(named.values()), keys), strict=True):
+            digest._shift(_presence(key))
+            digest._shift(lanes.tolist())
         return digest
 
     @classmethod

@@ -23,13 +23,15 @@ class Compaction {
   Compaction(std::vector<CompactItem> items, CompactFn kernel, int value_bytes, bool keep_old)
       : items_(std::move(items)), kernel_(kernel), value_bytes_(value_bytes), keep_old_(keep_old) {}
 
-  // Also take the digest of every target as it was, under one key each, while its chunks are in the cache.
+  // Also take by how much every target's digest changes, under one key each, and, given a kernel, what it was. Needs
+  // keep_old.
   void keep_digests(const std::vector<uint64_t>& keys, DigestFn kernel) {
     for (const uint64_t key : keys) digest_keys_.push_back(std::make_unique<DigestKey>(key));
-    digests_ = std::vector<std::atomic<uint64_t>>(2 * keys.size());
+    digests_ = std::vector<std::atomic<uint64_t>>(kDigestSums * keys.size());
     digest_kernel_ = kernel;
   }
-  uint64_t digest(size_t item, int lane) const { return digests_[2 * item + lane]; }
+  static constexpr int kDigestSums = 4;  // lanes of the digest before (0 without a kernel), lanes of its change
+  uint64_t digest(size_t item, int sum) const { return digests_[kDigestSums * item + sum]; }
 
   // Returns false if memory for the changes ran out; every tensor is then as it was.
   bool run(Runner& runner, bool update) {
@@ -111,25 +113,23 @@ class Compaction {
     int64_t at;
   };
 
-  // Stretch by stretch, so that the comparison finds in the cache what the digest just brought there.
+  // The digest brings the chunk into the L2 cache, where the comparison finds it.
   int64_t compact_and_digest(const Piece& piece, int64_t end, bool update) {
-    constexpr int64_t kStretch = 16384;  // elements
     const CompactItem& item = items_[piece.item];
     const DigestKey& key = *digest_keys_[piece.item];
-    uint64_t sums[2] = {0, 0};
-    int64_t found = 0;
-    for (int64_t begin = piece.begin; begin < end; begin += kStretch) {
-      const int64_t count = begin + kStretch < end ? kStretch : end - begin;
-      CompactSink rest = piece.sink;
-      rest.positions += found;
-      rest.values = static_cast<uint8_t*>(rest.values) + found * value_bytes_;
-      if (keep_old_) rest.old_values = static_cast<uint8_t*>(rest.old_values) + found * value_bytes_;
-      const auto* target = static_cast<const uint8_t*>(item.target) + begin * value_bytes_;
-      add_bytes(key, digest_kernel_, target, value_bytes_, count, begin, sums);
-      found += kernel_(item, begin, begin + count, rest, update);
+    uint64_t sums[kDigestSums] = {0};
+    if (digest_kernel_ != nullptr) {
+      const auto* target = static_cast<const uint8_t*>(item.target) + piece.begin * value_bytes_;
+      add_bytes(key, digest_kernel_, target, value_bytes_, end - piece.begin, piece.begin, sums);
     }
-    digests_[2 * piece.item] += sums[0];
-    digests_[2 * piece.item + 1] += sums[1];
+    const CompactSink& sink = piece.sink;
+    const int64_t found = kernel_(item, piece.begin, end, sink, update);
+    by_element_size(value_bytes_, [&](auto type) {
+      const auto *old_values = static_cast<const decltype(type)*>(sink.old_values),
+                 *values = static_cast<const decltype(type)*>(sink.values);
+      add_changes(key, piece.begin, sink.positions, old_values, values, found, sums + 2);
+    });
+    for (int k = 0; k < kDigestSums; ++k) digests_[kDigestSums * piece.item + k] += sums[k];
     return found;
   }
 

@@ -7,6 +7,17 @@ namespace pulse {
 
 struct DigestKey;
 
+// Calls with_type(T{}), T being the unsigned integer of `size` bytes.
+template <class WithType>
+void by_element_size(int64_t size, const WithType& with_type) {
+  switch (size) {
+    case 1: return with_type(uint8_t{});
+    case 2: return with_type(uint16_t{});
+    case 4: return with_type(uint32_t{});
+    default: return with_type(uint64_t{});
+  }
+}
+
 // What a comparison reads and, with `update`, writes. `third` is PULSELoCo's residual, else null.
 struct CompactItem {
   const void* source;  // FP32 master, new tensor, or theta

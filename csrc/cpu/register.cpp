@@ -85,11 +85,12 @@ CompactItem compact_item(int64_t kind, const Tensor& source, const Tensor& targe
   return {read(source), target_data, third == nullptr ? nullptr : read(*third), n};
 }
 
-// With `keys`, also the targets' digests as they were: int64[2] each.
+// With `keys`, also int64[4] each: the target's digest as it was (with `digest_before`, else 0) and its change.
 std::tuple<Tensors, Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensors sources, Tensors targets,
                                                             Tensors thirds, std::vector<int64_t> wide,
-                                                            std::vector<int64_t> keys, bool update, bool keep_old) {
-  require(keys.empty() || keys.size() == targets.size(), "lists differ in length");
+                                                            std::vector<int64_t> keys, bool digest_before, bool update,
+                                                            bool keep_old) {
+  require(keys.empty() || (keys.size() == targets.size() && keep_old), "keys do not fit the other arguments");
   require(sources.size() == targets.size() && wide.size() == targets.size(), "lists differ in length");
   require(kind >= kGateBf16 && kind <= kResidualFp16, "unknown kind");
   require(thirds.empty() || thirds.size() == targets.size(), "lists differ in length");
@@ -113,7 +114,7 @@ std::tuple<Tensors, Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensor
     if (!keys.empty()) {
       std::vector<uint64_t> member_keys;
       for (const size_t k : members) member_keys.push_back(static_cast<uint64_t>(keys[k]));
-      compaction.keep_digests(member_keys, digest_kernel(best_kernels(), size));
+      compaction.keep_digests(member_keys, digest_before ? digest_kernel(best_kernels(), size) : nullptr);
     }
     require(compaction.run(runner, update), "out of memory; nothing was changed");
     std::vector<Compaction::Output> outputs;
@@ -128,9 +129,9 @@ std::tuple<Tensors, Tensors, Tensors, Tensors> compact_many(int64_t kind, Tensor
       std::get<1>(result)[k] = values;
       std::get<2>(result)[k] = old_values;
       if (!keys.empty()) {
-        Tensor sums = fresh(targets[k], 2, ScalarType::Long);
-        auto* lanes = static_cast<uint64_t*>(sums.mutable_data_ptr());
-        for (int lane = 0; lane < 2; ++lane) lanes[lane] = compaction.digest(m, lane);
+        Tensor sums = fresh(targets[k], Compaction::kDigestSums, ScalarType::Long);
+        auto* data = static_cast<uint64_t*>(sums.mutable_data_ptr());
+        for (int s = 0; s < Compaction::kDigestSums; ++s) data[s] = compaction.digest(m, s);
         std::get<3>(result)[k] = sums;
       }
     }
@@ -218,16 +219,10 @@ int64_t first_bad_index(const Tensor& indices, int64_t numel) {
   return first_bad(static_cast<const int32_t*>(read(indices)), n, numel, best_kernels().sorted32);
 }
 
-// Calls call(Value{}) with the unsigned integer of `size` bytes.
 template <class Call>
 void by_size(int64_t size, const Call& call) {
-  switch (size) {
-    case 1: return call(uint8_t{});
-    case 2: return call(uint16_t{});
-    case 4: return call(uint32_t{});
-    case 8: return call(uint64_t{});
-    default: require(false, "elements must have 1, 2, 4 or 8 bytes");
-  }
+  require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
+  by_element_size(size, call);
 }
 
 template <class Value, class Index>
@@ -472,7 +467,7 @@ std::string instruction_set() { return best_kernels().name; }
 STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def(
       "compact_many(int kind, Tensor[] sources, Tensor(a!)[] targets, Tensor[] thirds, int[] wide, int[] keys, "
-      "bool update, bool keep_old) -> (Tensor[], Tensor[], Tensor[], Tensor[])");
+      "bool digest_before, bool update, bool keep_old) -> (Tensor[], Tensor[], Tensor[], Tensor[])");
   m.def(
       "compact_out(int kind, Tensor source, Tensor(a!) target, Tensor(b!) indices, Tensor(c!) values, "
       "Tensor(d!)? old_values, bool update) -> int");

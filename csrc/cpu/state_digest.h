@@ -39,12 +39,9 @@ inline DigestFn digest_kernel(const KernelTable& k, int64_t element_size) {
 // add_range for elements of a size known at run time.
 inline void add_bytes(const DigestKey& key, DigestFn fn, const void* data, int64_t size, int64_t n, uint64_t start,
                       uint64_t sums[2]) {
-  switch (size) {
-    case 1: return add_range(key, fn, static_cast<const uint8_t*>(data), n, start, sums);
-    case 2: return add_range(key, fn, static_cast<const uint16_t*>(data), n, start, sums);
-    case 4: return add_range(key, fn, static_cast<const uint32_t*>(data), n, start, sums);
-    default: return add_range(key, fn, static_cast<const uint64_t*>(data), n, start, sums);
-  }
+  by_element_size(size, [&](auto type) {
+    add_range(key, fn, static_cast<const decltype(type)*>(data), n, start, sums);
+  });
 }
 
 inline void digest(Runner& runner, DigestFn fn, const void* data, int64_t size, int64_t n, uint64_t key_value,
@@ -63,34 +60,42 @@ inline void digest(Runner& runner, DigestFn fn, const void* data, int64_t size, 
   result[1] = total1;
 }
 
-// Positions are sorted, so neighbours mostly share a block, whose factors are mixed once.
+// Adds (new - old) * K over n changed entries at origin + positions[k]. These are sorted, so neighbours mostly share a
+// block, whose factors are mixed once.
+template <class T, class Position>
+void add_changes(const DigestKey& key, uint64_t origin, const Position* positions, const T* old_values,
+                 const T* new_values, int64_t n, uint64_t sums[2]) {
+  uint64_t block_sums[2] = {0, 0}, block = ~uint64_t{0};
+  const auto close_block = [&] {
+    for (int lane = 0; lane < 2; ++lane) {
+      sums[lane] += block_factor(key.seeds[lane], block) * block_sums[lane];
+      block_sums[lane] = 0;
+    }
+  };
+  for (int64_t k = 0; k < n; ++k) {
+    const uint64_t position = origin + static_cast<uint64_t>(positions[k]);
+    if (position / kDigestBlock != block) {
+      close_block();
+      block = position / kDigestBlock;
+    }
+    const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
+    block_sums[0] += change * key.slots[position % kDigestBlock];
+    block_sums[1] += change * key.slots[kDigestBlock + position % kDigestBlock];
+  }
+  close_block();
+}
+
 template <class T, class Index>
 void digest_update(Runner& runner, const Index* indices, const T* old_values, const T* new_values, int64_t n,
                    uint64_t key_value, uint64_t result[2]) {
   const DigestKey key(key_value);
   std::atomic<uint64_t> total0{0}, total1{0};
   runner.for_each((n + kUpdateTask - 1) / kUpdateTask, [&](int, int64_t task) {
-    const int64_t end = n < (task + 1) * kUpdateTask ? n : (task + 1) * kUpdateTask;
-    uint64_t total[2] = {0, 0}, block_sums[2] = {0, 0}, block = ~uint64_t{0};
-    const auto close_block = [&] {
-      for (int lane = 0; lane < 2; ++lane) {
-        total[lane] += block_factor(key.seeds[lane], block) * block_sums[lane];
-        block_sums[lane] = 0;
-      }
-    };
-    for (int64_t k = task * kUpdateTask; k < end; ++k) {
-      const auto position = static_cast<uint64_t>(indices[k]);
-      if (position / kDigestBlock != block) {
-        close_block();
-        block = position / kDigestBlock;
-      }
-      const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
-      block_sums[0] += change * key.slots[position % kDigestBlock];
-      block_sums[1] += change * key.slots[kDigestBlock + position % kDigestBlock];
-    }
-    close_block();
-    total0 += total[0];
-    total1 += total[1];
+    const int64_t first = task * kUpdateTask, count = n - first < kUpdateTask ? n - first : kUpdateTask;
+    uint64_t sums[2] = {0, 0};
+    add_changes(key, 0, indices + first, old_values + first, new_values + first, count, sums);
+    total0 += sums[0];
+    total1 += sums[1];
   });
   result[0] += total0;
   result[1] += total1;

@@ -54,18 +54,18 @@ def compact_many(
         return indices, values, old
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     dense_sources, dense_targets = [_dense(t) for t in sources], [_dense(t) for t in targets]
-    columns = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, [], update, return_old)
+    columns = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, [], False, update, return_old)
     indices, values, old, _ = columns
     return indices, values, old
 
 
 def diff_digest_many(
-    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype]
+    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype], digest_before: bool
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     dense_new, dense_old = [_dense(t) for t in new], [_dense(t) for t in old]
     indices, values, old_values, digests = _raw.compact_many(
-        _DIFF_KIND, dense_new, dense_old, [], wide, keys, False, True
+        _DIFF_KIND, dense_new, dense_old, [], wide, keys, digest_before, False, True
     )
     return indices, values, old_values, digests
 
@@ -97,7 +97,7 @@ def gate_residual_many(
 ) -> tuple[list[Tensor], list[Tensor]]:
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     arguments = ([_dense(t) for t in tensors] for tensors in (thetas, locals_, residuals))
-    indices, values, _, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, [], False, False)
+    indices, values, _, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, [], False, False, False)
     return indices, values
 
 

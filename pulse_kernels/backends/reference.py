@@ -349,11 +349,17 @@ def digest(tensor: Tensor, key: int, start: int) -> Tensor:
 
 
 def diff_digest_many(
-    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype]
+    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype], digest_before: bool
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """``diff_compact`` with the old values and, given keys, the digests of ``old``; one pass where a back end can."""
-    columns = compact_many("diff_compact", new, old, index_dtypes, False, True)
-    return *columns, [digest(tensor, key, 0) for tensor, key in zip(old, keys, strict=bool(keys))]
+    """``diff_compact`` with the old values and int64 [4] each: the digest of ``old`` (zeros unless ``digest_before``)
+    and by how much the digest of ``new`` differs from it. One pass where a back end can."""
+    indices, values, old_values = compact_many("diff_compact", new, old, index_dtypes, False, True)
+    sums = []
+    for tensor, key, *changes in zip(old, keys, indices, old_values, values, strict=True):
+        zero = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+        before = digest(tensor, key, 0) if digest_before else zero
+        sums.append(torch.cat([before, digest_update(zero, *changes, key)]))
+    return indices, values, old_values, sums
 
 
 def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:

@@ -92,15 +92,19 @@ void test_compaction(const pulse::KernelTable& table) {
     CHECK(reading.run(runner, false) && unchanged());
     check_output<int32_t>(reading, runner, model, before);
 
-    // With digests of the weights as they were before the update.
+    // With digests of the weights as they were before the update, and of the change.
     Compaction updating(items_of(model), table.gate_bf16, 2, true);
     updating.keep_digests({1, 2, 3, 4, 5, 6, 7}, table.digest2);
     CHECK(updating.run(runner, true));
     for (size_t k = 0; k < model.size(); ++k) {
-      uint64_t expected[2];
+      uint64_t expected[2], after[2];
       const auto n = static_cast<int64_t>(before[k].size());
       pulse::digest(runner, table.digest2, before[k].data(), 2, n, k + 1, 0, expected);
-      CHECK(updating.digest(k, 0) == expected[0] && updating.digest(k, 1) == expected[1]);
+      pulse::digest(runner, table.digest2, model[k].wanted.data(), 2, n, k + 1, 0, after);
+      for (int lane = 0; lane < 2; ++lane) {
+        CHECK(updating.digest(k, lane) == expected[lane]);
+        CHECK(updating.digest(k, 2 + lane) == after[lane] - expected[lane]);
+      }
     }
     for (const Pair& pair : model) CHECK(pair.weight == pair.wanted);
     check_output<int64_t>(updating, runner, model, before);

@@ -181,15 +181,16 @@ def test_many_is_the_digest_of_each():
     assert pk.digest_update_many([], [], [], [], []) == []
 
 
-def test_a_diff_takes_the_base_digest_along(threads):
-    old = [random_bits(n, dtype, n) for n, dtype in zip([0, 9, 4096, 70000, 300, 65, 64], DIFF_DTYPES, strict=True)]
+@pytest.mark.parametrize("with_before", [True, False])
+def test_a_diff_takes_the_digests_along(threads, with_before):
+    sizes = [0, 9, 4096, 200_000, 300, 65, 64]
+    old = [random_bits(n, dtype, n) for n, dtype in zip(sizes, DIFF_DTYPES, strict=True)]
     new = [altered(tensor, 0.2, 5) for tensor in old]
     keys = list(range(len(old)))
     index_dtypes = [torch.int32, torch.int64] * 3 + [torch.int32]
-    columns = back_end().diff_digest_many(new, old, keys, index_dtypes)
+    columns = back_end().diff_digest_many(new, old, keys, index_dtypes, with_before)
     for a, b, key, index_dtype, *row in zip(new, old, keys, index_dtypes, *columns, strict=True):
         assert all_same_bits(row[:3], pk.diff_compact(a, b, return_old=True, index_dtype=index_dtype))
-        assert same_bits(row[3], pk.digest(b, key))
-    *without, digests = back_end().diff_digest_many(new, old, [], index_dtypes)
-    assert digests == []
-    assert all(all_same_bits(a, b) for a, b in zip(without, columns[:3], strict=True))
+        before = pk.digest(b, key)
+        assert same_bits(row[3][:2], before if with_before else torch.zeros(2, dtype=torch.int64))
+        assert same_bits(row[3][2:], pk.digest(a, key) - before)
