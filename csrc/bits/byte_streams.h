@@ -19,8 +19,11 @@ PULSE_HD Signed ordered_bits(Signed bits) {
   return bits < 0 ? static_cast<Signed>(static_cast<U>(lowest) - static_cast<U>(bits) - 1) : bits;
 }
 
-// A change as its sign and its magnitude less one (mod 2^bits): RL steps move most values by one unit, whose magnitude
-// bytes are then all zero, and the signs, which no coder can shorten, take one bit each.
+// A change as its sign and its magnitude less one (mod 2^bits). RL steps move most values by one unit: signs, which no
+// coder can shorten, take one bit each, and magnitudes one code of two bits, four to a byte, so that a byte-wise entropy
+// coder gets below one bit for the common one. The code 3 announces a large magnitude, less 3, in byte planes.
+constexpr int kLargeCode = 3;
+
 template <class Unsigned>
 PULSE_HD Unsigned change_magnitude(Unsigned change, bool negative) {
   return static_cast<Unsigned>(negative ? ~change : change - 1u);

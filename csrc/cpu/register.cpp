@@ -397,9 +397,6 @@ std::tuple<Tensor, int64_t> bytes_to_gaps(const Tensor& top, const Tensor& low, 
   return {indices, bad};
 }
 
-// Bytes that n values of `size` bytes are coded to.
-int64_t coded_bytes(int64_t n, int64_t size, bool based) { return n * size + (based ? sign_bytes(n) : 0); }
-
 // Calls call(signed value of `size` bytes, whether its order is that of floats).
 template <class Call>
 void by_size_and_kind(int64_t size, bool is_float, const Call& call) {
@@ -414,49 +411,76 @@ Tensors values_to_planes(Tensors values, Tensors bases, std::vector<int64_t> is_
   const bool based = !bases.empty();
   require(!based || bases.size() == values.size(), "lists differ in length");
   require(is_float.size() == values.size(), "lists differ in length");
-  Tensors planes;
-  std::vector<uint8_t*> out;
-  std::vector<const void*> in, base;
-  for (size_t k = 0; k < values.size(); ++k) {
-    const int64_t n = values[k].numel(), size = element_size(values[k]);
+  const size_t segments = values.size();
+  std::vector<const void*> in(segments), base(segments);
+  for (size_t k = 0; k < segments; ++k) {
+    const int64_t size = element_size(values[k]);
     require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
-    require(!based || (bases[k].numel() == n && element_size(bases[k]) == size), "base does not fit");
-    planes.push_back(fresh(values[k], coded_bytes(n, size, based), ScalarType::Byte));
-    out.push_back(static_cast<uint8_t*>(planes[k].mutable_data_ptr()));
-    in.push_back(read(values[k]));
-    base.push_back(based ? read(bases[k]) : nullptr);
+    require(!based || (bases[k].numel() == values[k].numel() && element_size(bases[k]) == size), "base does not fit");
+    in[k] = read(values[k]);
+    base[k] = based ? read(bases[k]) : nullptr;
   }
-  TorchRunner().for_each(static_cast<int64_t>(values.size()), [&](int, int64_t k) {
-    const int64_t n = values[k].numel();
-    by_size_and_kind(element_size(values[k]), is_float[k] != 0, [&](auto value, auto float_kind) {
-      using S = std::remove_const_t<decltype(value)>;
-      const auto* from = static_cast<const S*>(in[k]);
-      if (based) {
-        encode_changes<S, float_kind.value>(from, static_cast<const S*>(base[k]), n, out[k]);
-      } else {
-        encode_values(from, n, out[k]);
-      }
+  const auto each = [&](const auto& code) {  // code(segment, its values, its base, their number, whether floats)
+    TorchRunner().for_each(static_cast<int64_t>(segments), [&](int, int64_t k) {
+      by_size_and_kind(element_size(values[k]), is_float[k] != 0, [&](auto value, auto float_kind) {
+        using S = std::remove_const_t<decltype(value)>;
+        code(k, static_cast<const S*>(in[k]), static_cast<const S*>(base[k]), values[k].numel(), float_kind);
+      });
     });
+  };
+  // Signs and codes first: they tell how large the whole is.
+  std::vector<std::vector<uint8_t>> heads(segments);
+  std::vector<int64_t> large(segments);
+  for (size_t k = 0; based && k < segments; ++k) {
+    heads[k].resize(sign_bytes(values[k].numel()) + code_bytes(values[k].numel()));
+  }
+  if (based) {
+    each([&](int64_t k, auto* from, auto* before, int64_t n, auto float_kind) {
+      using S = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+      large[k] = encode_codes<S, float_kind.value>(from, before, n, heads[k].data());
+    });
+  }
+  Tensors planes(segments);
+  std::vector<uint8_t*> out(segments);
+  for (size_t k = 0; k < segments; ++k) {
+    const int64_t entries = based ? large[k] : values[k].numel();
+    const auto head = static_cast<int64_t>(heads[k].size());
+    planes[k] = fresh(values[k], head + entries * element_size(values[k]), ScalarType::Byte);
+    out[k] = static_cast<uint8_t*>(planes[k].mutable_data_ptr());
+  }
+  each([&](int64_t k, auto* from, auto* before, int64_t n, auto float_kind) {
+    using S = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+    if (based) {
+      std::memcpy(out[k], heads[k].data(), heads[k].size());
+      encode_large<S, float_kind.value>(from, before, n, out[k] + sign_bytes(n), large[k],
+                                        out[k] + heads[k].size());
+    } else {
+      encode_values(from, n, out[k]);
+    }
   });
   return planes;
 }
 
-// Writes into `values`, which has the wanted dtype.
-void planes_to_values(const Tensor& planes, std::optional<Tensor> base, bool is_float, const Tensor& values) {
+// Writes into `values`, which has the wanted dtype; false where the codes do not fit the planes.
+bool planes_to_values(const Tensor& planes, std::optional<Tensor> base, bool is_float, const Tensor& values) {
   const int64_t n = values.numel(), size = element_size(values);
-  require(element_size(planes) == 1 && planes.numel() == coded_bytes(n, size, base.has_value()), "planes do not fit");
+  require(element_size(planes) == 1, "planes must be bytes");
+  const int64_t rest = planes.numel() - (base ? sign_bytes(n) + code_bytes(n) : 0);
+  require(rest >= 0 && rest % size == 0 && (base || rest == n * size), "planes do not fit");
   require(!base || (base->numel() == n && element_size(*base) == size), "base does not fit");
   const auto* in = static_cast<const uint8_t*>(read(planes));
   const void* b = base ? read(*base) : nullptr;
   void* out = write(values);
+  bool fits = true;
   by_size_and_kind(size, is_float, [&](auto value, auto float_kind) {
     using S = std::remove_const_t<decltype(value)>;
     if (b == nullptr) {
       decode_values(in, n, static_cast<S*>(out));
     } else {
-      decode_changes<S, float_kind.value>(in, static_cast<const S*>(b), n, static_cast<S*>(out));
+      fits = decode_changes<S, float_kind.value>(in, rest / size, static_cast<const S*>(b), n, static_cast<S*>(out));
     }
   });
+  return fits;
 }
 
 std::string instruction_set() { return best_kernels().name; }
@@ -483,7 +507,7 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def("encode_gaps_many(Tensor[] indices, int[] shifts) -> (Tensor[], Tensor[], Tensor[])");
   m.def("decode_gaps(Tensor top, Tensor low, Tensor escapes, int start, int stop, bool wide) -> (Tensor, int)");
   m.def("encode_values_many(Tensor[] values, Tensor[] bases, int[] is_float) -> Tensor[]");
-  m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> ()");
+  m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> bool");
   m.def("instruction_set() -> str");
 }
 

@@ -91,6 +91,7 @@ int64_t decode_gaps(const uint8_t* top, const uint8_t* low, const uint8_t* escap
 }
 
 inline int64_t sign_bytes(int64_t n) { return (n + 7) / 8; }
+inline int64_t code_bytes(int64_t n) { return (n + 3) / 4; }
 
 template <class Unsigned>
 inline void put_planes(uint8_t* planes, int64_t n, int64_t k, Unsigned coded) {
@@ -122,38 +123,79 @@ void decode_values(const uint8_t* planes, int64_t n, Signed* values) {
   for (int64_t k = 0; k < n; ++k) values[k] = static_cast<Signed>(get_planes<Unsigned>(planes, n, k));
 }
 
-// Changes against the base, in the order of the values: sign_bytes(n) of signs, then the planes of the magnitudes.
 template <class Signed, bool Float>
-void encode_changes(const Signed* values, const Signed* base, int64_t n, uint8_t* out) {
-  using Unsigned = std::make_unsigned_t<Signed>;
-  uint8_t* planes = out + sign_bytes(n);
+inline std::make_unsigned_t<Signed> change_at(const Signed* values, const Signed* base, int64_t k) {
+  return static_cast<std::make_unsigned_t<Signed>>(ordered<Float>(values[k]) - ordered<Float>(base[k]));
+}
+
+template <class Unsigned>
+inline bool is_negative(Unsigned change) {
+  return change >> (8 * sizeof(Unsigned) - 1) != 0;
+}
+
+// Changes against the base, in the order of the values, first half: sign_bytes(n) of signs and code_bytes(n) of codes.
+// Returns how many magnitudes are large.
+template <class Signed, bool Float>
+int64_t encode_codes(const Signed* values, const Signed* base, int64_t n, uint8_t* out) {
+  uint8_t* const codes_out = out + sign_bytes(n);
+  int64_t large = 0;
   for (int64_t first = 0; first < n; first += 64) {
     const int64_t count = n - first < 64 ? n - first : 64;
-    uint8_t negative[64] = {0};
+    uint8_t negative[64] = {0}, codes[64] = {0};
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t k = first + j;
-      const auto change = static_cast<Unsigned>(ordered<Float>(values[k]) - ordered<Float>(base[k]));
-      negative[j] = change >> (8 * sizeof(Signed) - 1);
-      put_planes(planes, n, k, change_magnitude(change, negative[j] != 0));
+      const auto change = change_at<Signed, Float>(values, base, first + j);
+      negative[j] = is_negative(change);
+      const auto magnitude = change_magnitude(change, negative[j] != 0);
+      codes[j] = magnitude < kLargeCode ? static_cast<uint8_t>(magnitude) : kLargeCode;
     }
     for (int64_t j = 0; j < count; j += 8) {
       uint64_t eight;
       std::memcpy(&eight, negative + j, 8);
       out[(first + j) / 8] = static_cast<uint8_t>(eight * 0x0102040810204080ull >> 56);  // eight 0/1 bytes to bits
     }
+    for (int64_t j = 0; j < count; j += 4) {
+      uint32_t four;
+      std::memcpy(&four, codes + j, 4);
+      const auto byte = static_cast<uint8_t>(four | four >> 6 | four >> 12 | four >> 18);
+      codes_out[(first + j) / 4] = byte;
+      large += __builtin_popcount(byte & byte >> 1 & 0x55);
+    }
+  }
+  return large;
+}
+
+// Second half: the planes of the large magnitudes that `codes`, from encode_codes, announce.
+template <class Signed, bool Float>
+void encode_large(const Signed* values, const Signed* base, int64_t n, const uint8_t* codes, int64_t large,
+                  uint8_t* planes) {
+  int64_t at = 0;
+  for (int64_t byte = 0; byte < code_bytes(n); ++byte) {
+    for (uint32_t mask = codes[byte] & codes[byte] >> 1 & 0x55; mask != 0; mask &= mask - 1) {
+      const auto change = change_at<Signed, Float>(values, base, 4 * byte + __builtin_ctz(mask) / 2);
+      const auto magnitude = change_magnitude(change, is_negative(change));
+      put_planes(planes, large, at++, static_cast<decltype(magnitude)>(magnitude - kLargeCode));
+    }
   }
 }
 
+// `in`: signs, codes and the planes of `large` magnitudes. Returns false where the codes announce another number.
 template <class Signed, bool Float>
-void decode_changes(const uint8_t* in, const Signed* base, int64_t n, Signed* values) {
+bool decode_changes(const uint8_t* in, int64_t large, const Signed* base, int64_t n, Signed* values) {
   using Unsigned = std::make_unsigned_t<Signed>;
-  const uint8_t* planes = in + sign_bytes(n);
+  const uint8_t* const codes = in + sign_bytes(n);
+  const uint8_t* const planes = codes + code_bytes(n);
+  int64_t at = 0;
   for (int64_t k = 0; k < n; ++k) {
+    auto magnitude = static_cast<Unsigned>(codes[k / 4] >> (k % 4 * 2) & kLargeCode);
+    if (__builtin_expect(magnitude == kLargeCode, 0)) {
+      if (at == large) return false;
+      magnitude = static_cast<Unsigned>(magnitude + get_planes<Unsigned>(planes, large, at++));
+    }
     const bool negative = in[k / 8] >> (k % 8) & 1;
-    const uint64_t change = change_of(get_planes<Unsigned>(planes, n, k), negative);
-    const auto now = static_cast<Signed>(ordered<Float>(base[k]) + change);
+    const auto now = static_cast<Signed>(ordered<Float>(base[k]) + change_of(magnitude, negative));
     values[k] = Float ? ordered_bits(now) : now;
   }
+  return at == large;
 }
 
 }  // namespace pulse

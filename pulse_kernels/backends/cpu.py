@@ -175,5 +175,6 @@ def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Te
     count = planes.numel() // dtype.itemsize if base is None else base.numel()
     values = torch.empty(count, dtype=dtype)
     base = None if base is None else _dense(base)
-    _raw.decode_values(planes, base, dtype.is_floating_point, values)
+    if not _raw.decode_values(planes, base, dtype.is_floating_point, values):
+        raise PatchFormatError("values: the codes announce another number of large changes than there are")
     return values

@@ -355,10 +355,10 @@ def diff_digest_many(
     and by how much the digest of ``new`` differs from it. One pass where a back end can."""
     indices, values, old_values = compact_many("diff_compact", new, old, index_dtypes, False, True)
     sums = []
-    for tensor, key, *changes in zip(old, keys, indices, old_values, values, strict=True):
+    for tensor, key, index, before, after in zip(old, keys, indices, old_values, values, strict=True):
         zero = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-        before = digest(tensor, key, 0) if digest_before else zero
-        sums.append(torch.cat([before, digest_update(zero, *changes, key)]))
+        whole = digest(tensor, key, 0) if digest_before else zero
+        sums.append(torch.cat([whole, digest_update(zero, index, before, after, key)]))
     return indices, values, old_values, sums
 
 
@@ -431,28 +431,54 @@ def encode_values_many(values: list[Tensor], bases: list[Tensor] | None) -> list
     return [_encode_values(tensor, None if bases is None else bases[k]) for k, tensor in enumerate(values)]
 
 
+def _to_fields(values: Tensor, width: int) -> Tensor:
+    """uint8: values below 2^width, ``8 // width`` to a byte, the first in the lowest bits; zeros behind the last."""
+    per_byte = 8 // width
+    padded = torch.zeros(-(-values.numel() // per_byte) * per_byte, dtype=torch.int64, device=values.device)
+    padded[: values.numel()] = values
+    places = width * torch.arange(per_byte, device=values.device)
+    return (padded.view(-1, per_byte) << places).sum(1).to(torch.uint8)
+
+
+def _from_fields(fields: Tensor, width: int, count: int) -> Tensor:
+    places = width * torch.arange(8 // width, device=fields.device)
+    return ((fields.long().unsqueeze(1) >> places) & ((1 << width) - 1)).view(-1)[:count]
+
+
+def _to_planes(raw: Tensor) -> Tensor:
+    """Byte planes of the bits, least significant first."""
+    return raw.contiguous().view(torch.uint8).view(-1, raw.element_size()).t().reshape(-1)
+
+
+def _from_planes(planes: Tensor, size: int) -> Tensor:
+    return planes.view(size, -1).t().reshape(-1).clone().view(_INT_OF_SIZE[size])
+
+
 def _encode_values(values: Tensor, base: Tensor | None) -> Tensor:
-    """Byte planes of the bits, least significant first; given a base, the signs of the changes as bits, then the planes
-    of their magnitudes less one. A change is ordered(value) - ordered(base), wrapping."""
-    raw, size = bits(values), values.element_size()
-    signs = raw.new_empty(0, dtype=torch.uint8)
-    if base is not None:
-        is_float = values.dtype.is_floating_point
-        change = _ordered(raw, is_float) - _ordered(bits(base), is_float)
-        padded = torch.zeros(-(-change.numel() // 8) * 8, dtype=torch.int64, device=raw.device)
-        padded[: change.numel()] = change < 0
-        signs = (padded.view(-1, 8) << torch.arange(8, device=raw.device)).sum(1).to(torch.uint8)
-        raw = torch.where(change < 0, ~change, change - 1)
-    planes = raw.contiguous().view(torch.uint8).view(-1, size).t().reshape(-1)
-    return torch.cat([signs, planes])
+    """Byte planes of the bits. Given a base: signs of the changes, 1 bit each; codes, 2 bits each, of their magnitudes
+    less one, 3 standing for all from 3 on; planes of those, less 3. A change is ordered(value) - ordered(base),
+    wrapping."""
+    if base is None:
+        return _to_planes(bits(values))
+    is_float = values.dtype.is_floating_point
+    change = _ordered(bits(values), is_float) - _ordered(bits(base), is_float)
+    magnitude = torch.where(change < 0, ~change, change - 1)  # -1, the highest as unsigned, for no change at all
+    codes = torch.where((magnitude < 0) | (magnitude > 3), torch.full_like(magnitude, 3), magnitude)
+    parts = [_to_fields(change < 0, 1), _to_fields(codes, 2), _to_planes(magnitude[codes == 3] - 3)]
+    return torch.cat(parts)
 
 
 def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
     size, is_float = dtype.itemsize, dtype.is_floating_point
-    signs = 0 if base is None else -(-base.numel() // 8)
-    raw = planes[signs:].view(size, -1).t().reshape(-1).clone().view(_INT_OF_SIZE[size])
-    if base is not None:
-        negative = ((planes[:signs].unsqueeze(1) >> torch.arange(8, device=planes.device)) & 1).view(-1)[: raw.numel()]
-        change = torch.where(negative.bool(), ~raw, raw + 1)
-        raw = _ordered(change + _ordered(bits(base), is_float), is_float)
-    return raw.view(dtype)
+    if base is None:
+        return _from_planes(planes, size).view(dtype)
+    count = base.numel()
+    head = -(-count // 8), -(-count // 4)
+    signs, codes, large = planes.split([*head, planes.numel() - sum(head)])
+    magnitude = _from_fields(codes, 2, count).to(_INT_OF_SIZE[size])
+    announced = int((magnitude == 3).sum())
+    if announced * size != large.numel():
+        raise PatchFormatError("values: the codes announce another number of large changes than there are")
+    magnitude[magnitude == 3] += _from_planes(large, size)
+    change = torch.where(_from_fields(signs, 1, count).bool(), ~magnitude, magnitude + 1)
+    return _ordered(change + _ordered(bits(base), is_float), is_float).view(dtype)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ ALL = "all"  # no stream: every element has a value (added tensors)
 # Codes of a value stream.
 RAW = "raw"  # the values' bytes
 PLANES = "planes"  # byte planes of the values
-DELTA = "delta"  # signs of the changes against the base, in the order of the values, and planes of their magnitudes
+DELTA = "delta"  # changes against the base: signs, two-bit codes of the magnitudes, byte planes of the large ones
 
 INDEX_CODES = (PACKED, GAPS8, GAPS16, ALL)
 VALUE_CODES = (RAW, PLANES, DELTA)
@@ -155,18 +156,30 @@ def _store_values(items: Sequence[Changes], threads: int, code: str) -> list[_Va
     values = [item.values for item in items]
     bases = [item.old_values for item in items if item.old_values is not None] if code == DELTA else None
     streams = for_device("cpu").encode_values_many(values, bases)
-    sizes = [value_part_sizes(code, tensor.numel(), tensor.dtype) for tensor in values]
+    sizes = []
+    for tensor, stream in zip(values, streams, strict=True):
+        head = _head_sizes(code, tensor.numel())
+        planes = (stream.numel() - sum(head)) // tensor.dtype.itemsize
+        sizes.append([*head, *[planes] * tensor.dtype.itemsize])
     parts = [part for stream, cut in zip(streams, sizes, strict=True) for part in stream.split(cut)]
     stored = iter(store_parts(parts, threads))
     return [(code, tuple(next(stored) for _ in cut)) for cut in sizes]
 
 
-def value_part_sizes(code: str, count: int, dtype: torch.dtype) -> list[int]:
-    """Decoded bytes of each part of a value stream."""
-    if code == RAW:
-        return [count * dtype.itemsize]
-    signs = [-(-count // 8)] if code == DELTA else []
-    return signs + [count] * dtype.itemsize
+def _head_sizes(code: str, count: int) -> list[int]:
+    """Decoded bytes of each part of a value stream ahead of its byte planes: signs and codes."""
+    return [-(-count // 8), -(-count // 4)] if code == DELTA else []
+
+
+# Of each byte of codes how many of the four announce a large magnitude.
+_LARGE_CODES = np.array([sum(byte >> place & 3 == 3 for place in (0, 2, 4, 6)) for byte in range(256)], dtype=np.uint8)
+
+
+def _count_large(codes: Tensor, count: int) -> int:
+    """How many magnitudes the planes hold; PatchFormatError for codes behind the last value."""
+    if count % 4 and int(codes[-1]) >> 2 * (count % 4):
+        raise PatchFormatError("codes behind the last value; the file is damaged")
+    return int(_LARGE_CODES[codes.numpy()].sum(dtype=np.int64))
 
 
 def _segment(item: Changes, index: _Indices, value: _Values) -> Segment:
@@ -219,13 +232,16 @@ def decode_values(
     parts = split(stream, header.value_parts, what)
     if header.value_code == RAW:
         return load_part(parts[0], header.count * dtype.itemsize, what).view(dtype)
-    sizes = value_part_sizes(header.value_code, header.count, dtype)
-    planes = [
-        load_part(part, size, f"{what}, part {k}") for k, (part, size) in enumerate(zip(parts, sizes, strict=True))
-    ]
-    values: Tensor = for_device("cpu").decode_values(
-        torch.cat(planes), base if header.value_code == DELTA else None, dtype
-    )
+    head = _head_sizes(header.value_code, header.count)
+    try:
+        loaded = [load_part(parts[k], size, f"part {k}") for k, size in enumerate(head)]
+        planes = _count_large(loaded[1], header.count) if header.value_code == DELTA else header.count
+        loaded += [load_part(part, planes, f"part {k}") for k, part in enumerate(parts[len(head) :], len(head))]
+        values: Tensor = for_device("cpu").decode_values(
+            torch.cat(loaded), base if header.value_code == DELTA else None, dtype
+        )
+    except PatchFormatError as error:
+        raise PatchFormatError(f"{what}: {error}") from None
     return values
 
 
@@ -255,7 +271,7 @@ def segment_from_json(item: Any, dtype: torch.dtype, what: str) -> SegmentHeader
     if value_code not in VALUE_CODES:
         raise fail("value code", value_code)
     index_needed = {PACKED: 1, ALL: 0}.get(index_code, 3)
-    value_needed = len(value_part_sizes(value_code, 0, dtype))
+    value_needed = 1 if value_code == RAW else len(_head_sizes(value_code, 0)) + dtype.itemsize
     for field, parts, needed in (
         ("index parts", index_parts, index_needed),
         ("value parts", value_parts, value_needed),

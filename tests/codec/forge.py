@@ -76,16 +76,20 @@ def planes(values: list[int], size: int) -> list[bytes]:
     return [bytes(value >> 8 * b & 255 for value in values) for b in range(size)]
 
 
-def delta(new: list[int], old: list[int], dtype: str) -> tuple[bytes, list[int]]:
-    """(signs, magnitudes)."""
+def delta(new: list[int], old: list[int], dtype: str) -> tuple[bytes, bytes, list[int]]:
+    """(signs, codes, large magnitudes less 3)."""
     size = SIZES[dtype]
-    mask, signs, magnitudes = (1 << 8 * size) - 1, bytearray(-(-len(new) // 8)), []
+    mask, signs, codes = (1 << 8 * size) - 1, bytearray(-(-len(new) // 8)), bytearray(-(-len(new) // 4))
+    large = []
     for j, (now, before) in enumerate(zip(new, old, strict=True)):
         change = ordered(to_signed(now, size), dtype) - ordered(to_signed(before, size), dtype)
         change = to_signed(change & mask, size)
         signs[j // 8] |= (change < 0) << j % 8
-        magnitudes.append((~change if change < 0 else change - 1) & mask)
-    return bytes(signs), magnitudes
+        magnitude = (~change if change < 0 else change - 1) & mask
+        codes[j // 4] |= min(magnitude, 3) << 2 * (j % 4)
+        if magnitude >= 3:
+            large.append(magnitude - 3)
+    return bytes(signs), bytes(codes), large
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -127,8 +131,8 @@ def segment(
     value = []
     if value_code == "delta":
         assert old is not None
-        signs, values = delta(values, old, dtype)
-        value = [part(signs)]
+        signs, codes, values = delta(values, old, dtype)
+        value = [part(signs), part(codes)]
     value += [raw(values, size)] if value_code == "raw" else [part(plane) for plane in planes(values, size)]
     return Part(start, numel, len(positions), index_code, index, escape_size, value_code, value)
 

@@ -167,6 +167,12 @@ def ordered(x: int, dtype: str) -> int:
     return -(1 << 8 * SIZES[dtype] - 1) - x - 1 if dtype in ORDERED and x < 0 else x
 
 
+def read_planes(parts: list[bytes], count: int, size: int) -> list[int]:
+    planes = [load_part(part, count) for part in parts]
+    require(len(planes) == size, "planes")
+    return [sum(plane[j] << 8 * b for b, plane in enumerate(planes)) for j in range(count)]
+
+
 def read_values(segment: list[Any], stream: bytes, dtype: str, old: list[int] | None) -> list[int]:
     """Bits of the new values."""
     count, code, sizes = segment[2], segment[7], segment[8]
@@ -174,16 +180,17 @@ def read_values(segment: list[Any], stream: bytes, dtype: str, old: list[int] | 
     if code == "raw":
         return list(struct.unpack(f"<{count}{UNSIGNED[size]}", stream))
     parts = split(stream, sizes)
-    signs = load_part(parts.pop(0), -(-count // 8)) if code == "delta" else b""
-    planes = [load_part(part, count) for part in parts]
-    require(len(planes) == size, "planes")
-    coded = [sum(plane[j] << 8 * b for b, plane in enumerate(planes)) for j in range(count)]
     if code == "planes":
-        return coded
+        return read_planes(parts, count, size)
     assert old is not None, "delta needs a base"
+    signs, codes = load_part(parts[0], -(-count // 8)), load_part(parts[1], -(-count // 4))
+    magnitudes = [codes[j // 4] >> 2 * (j % 4) & 3 for j in range(count)]
+    require(count % 4 == 0 or codes[-1] >> 2 * (count % 4) == 0, "codes behind the last value")
+    large = iter(read_planes(parts[2:], magnitudes.count(3), size))
     mask = (1 << 8 * size) - 1
     values = []
-    for j, (m, before) in enumerate(zip(coded, old, strict=True)):
+    for j, (code, before) in enumerate(zip(magnitudes, old, strict=True)):
+        m = code + next(large) if code == 3 else code
         change = ~m if signs[j // 8] >> j % 8 & 1 else m + 1
         now = to_signed(ordered(to_signed(before, size), dtype) + change & mask, size)
         values.append(ordered(now, dtype) & mask)

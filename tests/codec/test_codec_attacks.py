@@ -839,6 +839,31 @@ def test_signs_behind_the_last_value_mean_nothing() -> None:
     assert_same_patch(pk.Patch.from_bytes(forgery.build(), BASE), plain)
 
 
+# ---- codes of changes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        (b"\0\0", "part 1: 2 stored bytes for 1 decoded ones"),
+        (b"\xff", "part 2"),  # four large magnitudes, and planes of another size
+    ],
+    ids=["two bytes", "more large ones"],
+)
+def test_codes_of_another_number(codes: bytes, words: str) -> None:
+    """One byte holds the codes of four changes; those of 3 tell how long the planes are."""
+    forgery = honest()
+    forgery.tensors[0][3][0].value[1] = codes
+    refused(forgery.build(), f"tensor 'layer.weight', segment 0, values: {words}")
+
+
+def test_codes_behind_the_last_value() -> None:
+    forgery = honest()
+    part = forgery.tensors[0][3][1]  # two changes
+    part.value[1] = bytes([(part.value[1] or b"\0")[0] | 0x10])
+    refused(forgery.build(), "tensor 'layer.weight', segment 1, values: codes behind the last value")
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 BOMBS = """

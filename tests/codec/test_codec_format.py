@@ -99,7 +99,7 @@ def test_the_page_s_file() -> None:
     assert patch.to_bytes() == data
     assert_same_patch(pk.Patch.from_bytes(data, OLD), patch)
     assert independent_reader.apply(data, independent_state(OLD)) == independent_state(NEW)
-    text = json.loads(data[8:632])["__metadata__"]["pulse"]
+    text = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["pulse"]
     assert text == "".join(example("header"))
     assert f"{len(text)} bytes" in PAGE
     # The table explains every byte once.

@@ -100,6 +100,33 @@ void check_hostile_gaps() {
   }
 }
 
+template <class Signed, bool Float>
+Bytes encoded_changes(const std::vector<Signed>& values, const std::vector<Signed>& base, int64_t* large) {
+  const auto n = static_cast<int64_t>(values.size());
+  const int64_t codes = pulse::sign_bytes(n), head = codes + pulse::code_bytes(n);
+  Bytes changes(head);
+  *large = pulse::encode_codes<Signed, Float>(values.data(), base.data(), n, changes.data());
+  changes.resize(head + *large * static_cast<int64_t>(sizeof(Signed)));
+  const Bytes head_bytes(changes.begin(), changes.begin() + head);
+  pulse::encode_large<Signed, Float>(values.data(), base.data(), n, head_bytes.data() + codes, *large,
+                                     changes.data() + head);
+  return changes;
+}
+
+template <class Signed, bool Float>
+void check_changes(const std::vector<Signed>& values, const std::vector<Signed>& base) {
+  int64_t large = 0;
+  const Bytes changes = encoded_changes<Signed, Float>(values, base, &large);
+  const auto n = static_cast<int64_t>(values.size());
+  std::vector<Signed> back(values.size());
+  CHECK((pulse::decode_changes<Signed, Float>(changes.data(), large, base.data(), n, back.data())));
+  CHECK(back == values);
+  if (large == 0) return;
+  // One entry fewer than the codes announce: refused before it is read.
+  const Bytes short_of_one(changes.begin(), changes.end() - sizeof(Signed));
+  CHECK(!(pulse::decode_changes<Signed, Float>(short_of_one.data(), large - 1, base.data(), n, back.data())));
+}
+
 template <class Signed>
 void check_values() {
   Random random(sizeof(Signed));
@@ -124,22 +151,26 @@ void check_values() {
     pulse::encode_values(some.data(), n, planes.data());
     pulse::decode_values(planes.data(), n, back.data());
     CHECK(back == some);
-    Bytes changes(pulse::sign_bytes(n) + planes.size());
-    pulse::encode_changes<Signed, false>(some.data(), against.data(), n, changes.data());
-    pulse::decode_changes<Signed, false>(changes.data(), against.data(), n, back.data());
-    CHECK(back == some);
-    pulse::encode_changes<Signed, true>(some.data(), against.data(), n, changes.data());
-    pulse::decode_changes<Signed, true>(changes.data(), against.data(), n, back.data());
-    CHECK(back == some);
+    for (const bool near : {false, true}) {
+      std::vector<Signed> old = against;
+      for (size_t k = 0; near && k < size; ++k) {
+        const auto step = static_cast<std::make_unsigned_t<Signed>>(random.bits() % 13 - 6);
+        old[k] = static_cast<Signed>(static_cast<std::make_unsigned_t<Signed>>(some[k]) + step);
+      }
+      check_changes<Signed, false>(some, old);
+      check_changes<Signed, true>(some, old);
+    }
   }
 }
 
-// One step up, one down across zero (-0 lies one below +0), no change: signs 0, 1, 0, magnitudes less one 0, 0, 0xFFFF.
+// One step up, one down across zero (-0 lies one below +0), no change, three up: signs 0, 1, 0, 0 and magnitudes less one
+// of 0, 0, 0xFFFF, 2, that is codes 0, 0, 3, 2 and 0xFFFF - 3 in planes.
 void check_value_meaning() {
-  const int16_t values[] = {0x3F81, static_cast<int16_t>(0x8000), 0x3F80}, base[] = {0x3F80, 0x0000, 0x3F80};
-  Bytes changes(7);
-  pulse::encode_changes<int16_t, true>(values, base, 3, changes.data());
-  CHECK(changes == (Bytes{2, 0, 0, 0xFF, 0, 0, 0xFF}));
+  int64_t large = 0;
+  const Bytes changes = encoded_changes<int16_t, true>({0x3F81, static_cast<int16_t>(0x8000), 0x3F80, 0x3F83},
+                                                       {0x3F80, 0x0000, 0x3F80, 0x3F80}, &large);
+  CHECK(large == 1);
+  CHECK(changes == (Bytes{0b0010, 0b10110000, 0xFC, 0xFF}));
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_helpers import DIFF_DTYPES, all_same_bits, back_end, random_bits, random_positions, same_bits, seeds
+from op_helpers import DIFF_DTYPES, all_same_bits, back_end, int_bits, random_bits, random_positions, same_bits, seeds
 
 import pulse_kernels as pk
 from pulse_kernels.backends import reference
@@ -45,15 +45,24 @@ class TestByHand:
         assert code.decode_gaps(top, low, escapes, 0, 1 << 20, torch.int32).tolist() == indices.tolist()
 
     def test_values(self, code):
-        # One step up; one down; from +0 to -0, one down; three up: signs 0, 1, 1, 0 make 0b0110, and the magnitudes
-        # less one are 0, 0, 0, 2, low plane first. No change at all has the magnitude 0, less one 0xFFFF.
-        values = torch.tensor([0x3F81, 0x3F7F, 0x8000, 0x3F83]).to(torch.uint16).view(torch.bfloat16)
-        base = torch.tensor([0x3F80, 0x3F80, 0x0000, 0x3F80]).to(torch.uint16).view(torch.bfloat16)
+        # One step up; one down; from +0 to -0, one down; three up; four down; 0x304 up: signs 0, 1, 1, 0, 1, 0 make
+        # 0b010110. The magnitudes less one are 0, 0, 0, 2, 3 and 0x303: codes 0, 0, 0, 2 make 0b10000000, and codes 3
+        # and 3 make 0b1111 with 0 and 0x300 to follow, low plane first. No change at all has the magnitude 0, less one
+        # 0xFFFF, less 3 0xFFFC.
+        values = torch.tensor([0x3F81, 0x3F7F, 0x8000, 0x3F83, 0x3F7C, 0x4284]).to(torch.uint16).view(torch.bfloat16)
+        base = torch.tensor([0x3F80, 0x3F80, 0x0000, 0x3F80, 0x3F80, 0x3F80]).to(torch.uint16).view(torch.bfloat16)
         planes = encode_values(code, values, base)
-        assert planes.tolist() == [0b0110, 0, 0, 0, 2, 0, 0, 0, 0]
-        assert encode_values(code, base[:1], base[:1]).tolist() == [0, 0xFF, 0xFF]
+        assert planes.tolist() == [0b010110, 0b10000000, 0b1111, 0, 0, 0, 3]
+        assert encode_values(code, base[:1], base[:1]).tolist() == [0, 3, 0xFC, 0xFF]
         assert same_bits(code.decode_values(planes, base, torch.bfloat16), values)
-        assert encode_values(code, values, None).tolist() == [0x81, 0x7F, 0x00, 0x83, 0x3F, 0x3F, 0x80, 0x3F]
+        planes = encode_values(code, values, None)
+        assert planes.tolist() == [0x81, 0x7F, 0x00, 0x83, 0x7C, 0x84, 0x3F, 0x3F, 0x80, 0x3F, 0x3F, 0x42]
+
+    @pytest.mark.parametrize("codes", [[0b1110, 0], [0b1111, 0b11], [0, 0], [0b1111_1111, 0b1111]])
+    def test_codes_that_announce_another_number_are_refused(self, code, codes):
+        base = torch.zeros(6, dtype=torch.bfloat16)
+        with pytest.raises(pk.PatchFormatError, match="large changes"):
+            code.decode_values(byte_tensor(0, *codes, 1, 2, 0, 0), base, torch.bfloat16)
 
     @pytest.mark.parametrize(
         ("top", "low", "escapes", "stop"),
@@ -124,7 +133,9 @@ def test_back_ends_refuse_the_same_gaps(top, low, escapes, start, span):
 @given(n=st.integers(0, 500), seed=seeds, dtype=st.sampled_from([*DIFF_DTYPES, torch.int16, torch.int64]))
 def test_value_round_trips(n, seed, dtype):
     values, base = random_bits(n, dtype, seed), random_bits(n, dtype, seed + 1)
-    for against in (None, base):
+    steps = torch.randint(-6, 7, (n,), generator=torch.Generator().manual_seed(seed))  # around the largest code
+    near = (int_bits(values) + steps.to(int_bits(values).dtype)).view(dtype)
+    for against in (None, base, near):
         planes = encode_values(back_end(), values, against)
         assert torch.equal(planes, encode_values(reference, values, against))
         for code in BACK_ENDS:
