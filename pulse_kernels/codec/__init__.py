@@ -1,6 +1,7 @@
 """Patch <-> bytes. Profiles: "fast" (bit-packed gaps, raw values) and "balanced" (default: gap bytes, values as
 differences to the base, zstd level 1). The bytes are specified in docs/format.md.
 
+parallel.py   work spread over threads
 streams.py    parts of a stream: zstd, raw or zero
 segment.py    one segment of a tensor: indices and values
 header.py     the patch header and what is refused in one
@@ -11,10 +12,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pulse_kernels.backends import for_device
 from pulse_kernels.checks import INT32_NUMEL
 from pulse_kernels.codec.container import PatchBuilder, PatchReader
 from pulse_kernels.codec.header import PatchHeader, TensorHeader, name_problem
+from pulse_kernels.codec.parallel import parallel_map
 from pulse_kernels.codec.segment import (
     ALL,
     DELTA,
@@ -42,21 +43,9 @@ from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError
 from pulse_kernels.patch import Patch, TensorPatch
 from pulse_kernels.state import StateDigest
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
 # Where no base bounds a patch's decoded size: a ratio no real patch comes near, above a size nobody minds.
 _MAX_EXPANSION = 256
 _FREE_BYTES = 1 << 28
-
-
-def parallel_map(function: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
-    """``[function(item) for item in items]``, in order, on up to ``threads`` threads."""
-    threads = min(threads, len(items))
-    if threads <= 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, items))
 
 
 def _threads(profile: str) -> int:

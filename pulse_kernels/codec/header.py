@@ -18,6 +18,7 @@ FORMAT_VERSION = 1
 MAX_NAME_BYTES = 4096
 MAX_NUMEL = 1 << 62
 MAX_NUMBER_CHARS = 100
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGEST = re.compile(r"(?:[0-9a-f]{32})?\Z")
 
 
@@ -197,7 +198,7 @@ def name_problem(name: str) -> str | None:
         return f"{size} bytes, expected 1 to {MAX_NAME_BYTES}"
     if name == "__metadata__":
         return "reserved by the safetensors format"
-    if any(ord(character) < 32 or ord(character) == 127 for character in name):
+    if _CONTROL.search(name):
         return "control characters"
     if "\\" in name or name.startswith("/") or ".." in name.split("/") or re.match(r"[A-Za-z]:", name):
         return "looks like a path"

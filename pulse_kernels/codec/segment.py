@@ -82,6 +82,9 @@ class Segment:
 
 def bounds(indices: Tensor, numel: int) -> Iterator[tuple[int, int, int, int]]:
     """(start, numel, first entry, entry behind the last) of every segment that has changes; ``indices``: checked."""
+    if indices.numel() and numel <= SEGMENT_NUMEL:
+        yield 0, numel, 0, indices.numel()
+        return
     first = 0
     while first < indices.numel():
         start = int(indices[first]) // SEGMENT_NUMEL * SEGMENT_NUMEL
@@ -109,61 +112,78 @@ class Changes:
 
 def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) -> list[Segment]:
     """Code segments, on up to ``threads`` threads; positions are sorted, unique and in range."""
-    index = _encode_indices(items, profile, threads)
-    value = _encode_values(items, profile, threads)
-    return [_segment(*row) for row in zip(items, index, value, strict=True)]
+    if profile == "fast":
+        return [_segment(item, _packed(item), (RAW, (raw_bytes(item.values),))) for item in items]
+    # Everything that is likely to be kept goes through one call: threads are then started and joined once.
+    index = _index_parts(items)
+    value = _value_parts(items, [PLANES if item.local is None else DELTA for item in items])
+    stored = iter(store_parts([part for coded in (*index, *value) for part in coded.parts], threads))
+    index_streams = [tuple(next(stored) for _ in coded.parts) for coded in index]
+    value_streams = [tuple(next(stored) for _ in coded.parts) for coded in value]
+    codes = [coded.code for coded in value]
+    # Changes of a few units are what RL steps make; where they are not, the values may code better alone.
+    alone = [
+        k for k, item in enumerate(items) if codes[k] == DELTA and 4 * _size(value_streams[k]) > 3 * item.values.nbytes
+    ]
+    planes = _value_parts([items[k] for k in alone], [PLANES] * len(alone))
+    stored = iter(store_parts([part for coded in planes for part in coded.parts], threads))
+    for k, coded in zip(alone, planes, strict=True):
+        stream = tuple(next(stored) for _ in coded.parts)
+        if _size(stream) < _size(value_streams[k]):
+            codes[k], value_streams[k] = PLANES, stream
+    return [
+        _segment(item, (coded.code, stream, coded.escape_bytes), (code, values))
+        for item, coded, stream, code, values in zip(items, index, index_streams, codes, value_streams, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A stream as its decoded parts, uint8 each."""
+
+    code: str
+    parts: tuple[Tensor, ...]
+    escape_bytes: int = 0
 
 
 _Indices: TypeAlias = tuple[str, tuple[bytes, ...], int]
 _Values: TypeAlias = tuple[str, tuple[bytes, ...]]
 
 
-def _encode_indices(items: Sequence[Changes], profile: str, threads: int) -> list[_Indices]:
-    backend = for_device("cpu")
-    coded: list[_Indices] = [(ALL, (), 0)] * len(items)
+def _size(stream: tuple[bytes, ...]) -> int:
+    return sum(map(len, stream))
+
+
+def _packed(item: Changes) -> _Indices:
+    if item.local is None:
+        return ALL, (), 0
+    blob = for_device("cpu").pack_indices(item.local.to(torch.int32), item.numel)
+    return PACKED, (raw_bytes(blob),), 0
+
+
+def _index_parts(items: Sequence[Changes]) -> list[_Coded]:
+    coded = [_Coded(ALL, ())] * len(items)
     listed = [(k, item.local) for k, item in enumerate(items) if item.local is not None]
-    if profile == "fast":
-        for k, local in listed:
-            blob = backend.pack_indices(local.to(torch.int32), items[k].numel)
-            coded[k] = PACKED, (raw_bytes(blob),), 0
-        return coded
     shifts = [8 if items[k].numel >= _GAPS16_FROM * local.numel() else 0 for k, local in listed]
-    planes = backend.encode_gaps_many([local for _, local in listed], shifts)
-    stored = iter(store_parts([part for row in zip(*planes, strict=True) for part in row], threads))
-    for (k, _), shift, escapes in zip(listed, shifts, planes[2], strict=True):
-        coded[k] = GAPS16 if shift else GAPS8, (next(stored), next(stored), next(stored)), escapes.numel()
+    columns = for_device("cpu").encode_gaps_many([local for _, local in listed], shifts)
+    for (k, _), shift, *parts in zip(listed, shifts, *columns, strict=True):
+        coded[k] = _Coded(GAPS16 if shift else GAPS8, tuple(parts), parts[2].numel())
     return coded
 
 
-def _encode_values(items: Sequence[Changes], profile: str, threads: int) -> list[_Values]:
-    if profile == "fast":
-        return [(RAW, (raw_bytes(item.values),)) for item in items]
-    based = [k for k, item in enumerate(items) if item.local is not None]
-    delta = _store_values([items[k] for k in based], threads, DELTA)
-    coded = dict(zip(based, delta, strict=True))
-    # Changes of a few units are what RL steps make; where they are not, the values may code better alone.
-    alone = [k for k, item in enumerate(items) if k not in coded or 4 * _size(coded[k]) > 3 * item.values.nbytes]
-    for k, planes in zip(alone, _store_values([items[k] for k in alone], threads, PLANES), strict=True):
-        coded[k] = min(coded.get(k, planes), planes, key=_size)
-    return [coded[k] for k in range(len(items))]
-
-
-def _size(coded: _Values) -> int:
-    return sum(map(len, coded[1]))
-
-
-def _store_values(items: Sequence[Changes], threads: int, code: str) -> list[_Values]:
-    values = [item.values for item in items]
-    bases = [item.old_values for item in items if item.old_values is not None] if code == DELTA else None
-    streams = for_device("cpu").encode_values_many(values, bases)
-    sizes = []
-    for tensor, stream in zip(values, streams, strict=True):
-        head = _head_sizes(code, tensor.numel())
-        planes = (stream.numel() - sum(head)) // tensor.dtype.itemsize
-        sizes.append([*head, *[planes] * tensor.dtype.itemsize])
-    parts = [part for stream, cut in zip(streams, sizes, strict=True) for part in stream.split(cut)]
-    stored = iter(store_parts(parts, threads))
-    return [(code, tuple(next(stored) for _ in cut)) for cut in sizes]
+def _value_parts(items: Sequence[Changes], codes: Sequence[str]) -> list[_Coded]:
+    streams: dict[int, Tensor] = {}
+    for code in (DELTA, PLANES):
+        here = [k for k in range(len(items)) if codes[k] == code]
+        bases = [old for k in here if (old := items[k].old_values) is not None] if code == DELTA else None
+        columns = for_device("cpu").encode_values_many([items[k].values for k in here], bases) if here else []
+        streams.update(zip(here, columns, strict=True))
+    coded = []
+    for k, (item, code) in enumerate(zip(items, codes, strict=True)):
+        head, size = _head_sizes(code, item.values.numel()), item.values.dtype.itemsize
+        planes = (streams[k].numel() - sum(head)) // size
+        coded.append(_Coded(code, streams[k].split([*head, *[planes] * size])))
+    return coded
 
 
 def _head_sizes(code: str, count: int) -> list[int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import zstandard
 from torch import Tensor
 
+from pulse_kernels.codec.parallel import parallel_map
 from pulse_kernels.errors import PatchFormatError
 
 ZSTD_LEVEL = 1
@@ -45,21 +45,16 @@ def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:
     arrays = [part.numpy() for part in parts]
     used = [k for k, array in enumerate(arrays) if array.any()]
     worth = [k for k in used if arrays[k].size >= _MIN_ZSTD]
+    worth.sort(key=lambda k: arrays[k].size, reverse=True)  # so that the threads end together
     stored = [b""] * len(arrays)
-    for k, frame in zip(worth, _frames([arrays[k].data for k in worth], threads), strict=True):
+    for k, frame in zip(
+        worth, parallel_map(lambda k: _compressor().compress(arrays[k].data), worth, threads), strict=True
+    ):
         if len(frame) < arrays[k].size:
             stored[k] = frame
     for k in used:
         stored[k] = stored[k] or arrays[k].tobytes()
     return stored
-
-
-def _frames(buffers: list[Any], threads: int) -> list[bytes]:
-    # One call for all: a thread pool of Python's own would pay for every hand-over of its lock.
-    if threads > 1 and len(buffers) > 1 and hasattr(_compressor(), "multi_compress_to_buffer"):
-        frames: Any = _compressor().multi_compress_to_buffer(buffers, threads=threads)
-        return [frame.tobytes() for frame in frames]
-    return [_compressor().compress(buffer) for buffer in buffers]
 
 
 def load_part(stored: memoryview, size: int, what: str) -> Tensor:
