@@ -127,7 +127,8 @@ class Compaction {
     by_element_size(value_bytes_, [&](auto type) {
       const auto *old_values = static_cast<const decltype(type)*>(sink.old_values),
                  *values = static_cast<const decltype(type)*>(sink.values);
-      add_changes(key, piece.begin, sink.positions, old_values, values, found, sums + 2);
+      constexpr int blocks = kCompactChunk / kDigestBlock;
+      add_changes_near<blocks>(key, piece.begin, sink.positions, old_values, values, found, sums + 2);
     });
     for (int k = 0; k < kDigestSums; ++k) digests_[kDigestSums * piece.item + k] += sums[k];
     return found;

@@ -193,12 +193,6 @@ inline uint64_t sum_lanes(__m256i v) {
   return static_cast<uint64_t>(_mm_extract_epi64(two, 0)) + static_cast<uint64_t>(_mm_extract_epi64(two, 1));
 }
 
-inline int64_t sum_int32(__m256i v) {
-  const __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128(v));
-  const __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256(v, 1));
-  return static_cast<int64_t>(sum_lanes(_mm256_add_epi64(low, high)));
-}
-
 // Products of 32-bit elements and slot factors: even and odd lanes take one 32 x 32 multiply each.
 template <class Widen>
 inline void sums_of(const DigestKey& key, uint64_t* sums, Widen widen) {
@@ -220,11 +214,13 @@ void digest1_sums(const uint8_t* e, const DigestKey& key, uint64_t* sums) {
   sums_of(key, sums, [e](int k) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(e + k))); });
 }
 
-// Digits of the factors instead: 16 elements a multiply, and sums that stay inside 32 bits for the whole block.
+// Digits of the factors instead: 16 elements a multiply, and sums that stay inside 32 bits for the whole block. They start
+// from 2^31, so that they widen as unsigned.
 void digest2_sums(const uint16_t* e, const DigestKey& key, uint64_t* sums) {
   __m256i acc[2][kDigits];
+  const __m256i bias = _mm256_set1_epi32(INT32_MIN);
   for (auto& lane : acc) {
-    for (auto& sum : lane) sum = _mm256_setzero_si256();
+    for (auto& sum : lane) sum = bias;
   }
   const __m256i offset = _mm256_set1_epi16(-0x8000);
   for (int k = 0; k < kDigestBlock; k += 16) {
@@ -238,11 +234,21 @@ void digest2_sums(const uint16_t* e, const DigestKey& key, uint64_t* sums) {
       }
     }
   }
-  int64_t digit_sums[2][kDigits];
+  const __m256i low = _mm256_set1_epi64x(UINT32_MAX);
+  __m256i joined[2];
+#pragma GCC unroll 2
   for (int lane = 0; lane < 2; ++lane) {
-    for (int d = 0; d < kDigits; ++d) digit_sums[lane][d] = sum_int32(acc[lane][d]);
+    joined[lane] = _mm256_setzero_si256();
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) {
+      const __m256i sum = acc[lane][d];
+      const __m256i wide = _mm256_add_epi64(_mm256_and_si256(sum, low), _mm256_srli_epi64(sum, 32));
+      joined[lane] = _mm256_add_epi64(joined[lane], _mm256_slli_epi64(wide, d * kDigitBits));
+    }
   }
-  join_digits(key, digit_sums, sums);
+  constexpr uint64_t biases = (uint64_t{8} << 31) * (1 + (uint64_t{1} << kDigitBits) + (uint64_t{1} << 2 * kDigitBits));
+  static_assert(kDigits == 3, "biases has three");
+  for (int lane = 0; lane < 2; ++lane) sums[lane] = (key.slot_sums[lane] << 15) + sum_lanes(joined[lane]) - biases;
 }
 
 void digest4_sums(const uint32_t* e, const DigestKey& key, uint64_t* sums) {

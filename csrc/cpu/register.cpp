@@ -196,7 +196,7 @@ void commit(const Tensor& theta, const Tensor& local, const Tensor& residual) {
 
 template <class Index>
 int64_t first_bad(const Index* indices, int64_t n, int64_t numel, bool (*sorted)(const Index*, int64_t, int64_t)) {
-  constexpr int64_t task_size = 1 << 16;
+  constexpr int64_t task_size = 1 << 18;  // less takes no longer than to wake a thread
   std::atomic<int64_t> bad_task{INT64_MAX};
   TorchRunner().for_each((n + task_size - 1) / task_size, [&](int, int64_t task) {
     // Each task looks at the entry before its own as well.
@@ -356,6 +356,7 @@ std::tuple<Tensors, Tensors, Tensors> gaps_to_bytes(Tensors indices, std::vector
   std::vector<uint8_t*> top_data, low_data;
   for (size_t k = 0; k < segments; ++k) {
     require(shifts[k] == 0 || shifts[k] == 8, "shift must be 0 or 8");
+    require(indices[k].numel() <= INT32_MAX, "a segment has fewer than 2^31 entries");
     is_wide(indices[k]);
     inputs.push_back(read(indices[k]));
     tops.push_back(fresh(indices[k], indices[k].numel(), ScalarType::Byte));

@@ -17,10 +17,17 @@ inline uint8_t* put_leb128(uint64_t value, uint8_t* out) {
   return out;
 }
 
-// The high bit of every byte of `bytes` that is 255.
-inline uint64_t escape_mask(uint64_t bytes) {
+// Which of 64 bytes are 255.
+inline uint64_t escape_mask(const uint8_t* bytes) {
   constexpr uint64_t low = 0x7F7F7F7F7F7F7F7Full;
-  return ((bytes & low) + 0x0101010101010101ull) & bytes & ~low;
+  uint64_t mask = 0;
+  for (int k = 0; k < 8; ++k) {
+    uint64_t eight;
+    std::memcpy(&eight, bytes + 8 * k, 8);
+    const uint64_t high_bits = ((eight & low) + 0x0101010101010101ull) & eight & ~low;
+    mask |= ((high_bits >> 7) * 0x0102040810204080ull >> 56) << 8 * k;
+  }
+  return mask;
 }
 
 // Traffic: indices once, one byte (two with a low plane) an entry. The first loop has no branches and vectorises; the
@@ -44,22 +51,21 @@ void encode_gaps(const Index* indices, int64_t n, uint64_t start, int shift, uin
   if (low != nullptr) {
     for (int64_t k = 0; k < n; ++k) low[k] = static_cast<uint8_t>(gap_at(k));
   }
-  const auto eight_tops = [=](int64_t k) {
-    uint64_t bytes = 0;
-    std::memcpy(&bytes, top + k, n - k < 8 ? n - k : 8);
-    return escape_mask(bytes);
-  };
-  int64_t count = 0;
-  for (int64_t k = 0; k < n; k += 8) count += __builtin_popcountll(eight_tops(k));
-  escapes->resize(count * kMaxLeb128);
-  uint8_t* out = escapes->data();
-  for (int64_t k = 0; k < n; k += 8) {
-    for (uint64_t mask = eight_tops(k); mask != 0; mask &= mask - 1) {
-      const int64_t at = k + __builtin_ctzll(mask) / 8;
-      out = put_leb128((static_cast<uint64_t>(gap_at(at)) >> shift) - kEscape, out);
+  uint32_t count = 0;  // n fits 32 bits
+  for (int64_t k = 0; k < n; ++k) count += top[k] == kEscape;
+  escapes->resize(count);  // most take one byte
+  size_t used = 0;
+  for (int64_t k = 0; k < n; k += 64) {
+    uint8_t last[64] = {0};
+    if (n - k < 64) std::memcpy(last, top + k, n - k);
+    for (uint64_t mask = escape_mask(n - k < 64 ? last : top + k); mask != 0; mask &= mask - 1) {
+      const int64_t at = k + __builtin_ctzll(mask);
+      if (escapes->size() - used < kMaxLeb128) escapes->resize(2 * escapes->size() + kMaxLeb128);
+      uint8_t* const out = escapes->data() + used;
+      used += put_leb128((static_cast<uint64_t>(gap_at(at)) >> shift) - kEscape, out) - out;
     }
   }
-  escapes->resize(out - escapes->data());
+  escapes->resize(used);
 }
 
 // Returns -1 on success, else the entry at which the streams are wrong (n: bytes are left over).
@@ -106,8 +112,8 @@ inline Unsigned get_planes(const uint8_t* planes, int64_t n, int64_t k) {
 }
 
 template <bool Float, class Signed>
-inline uint64_t ordered(Signed bits) {
-  return static_cast<uint64_t>(Float ? ordered_bits(bits) : bits);
+inline std::make_unsigned_t<Signed> ordered(Signed bits) {
+  return static_cast<std::make_unsigned_t<Signed>>(Float ? ordered_bits(bits) : bits);
 }
 
 // Byte planes of the bits, least significant first: n * sizeof(Signed) bytes.
@@ -156,10 +162,11 @@ int64_t encode_codes(const Signed* values, const Signed* base, int64_t n, uint8_
     for (int64_t j = 0; j < count; j += 4) {
       uint32_t four;
       std::memcpy(&four, codes + j, 4);
-      const auto byte = static_cast<uint8_t>(four | four >> 6 | four >> 12 | four >> 18);
-      codes_out[(first + j) / 4] = byte;
-      large += __builtin_popcount(byte & byte >> 1 & 0x55);
+      codes_out[(first + j) / 4] = static_cast<uint8_t>(four | four >> 6 | four >> 12 | four >> 18);
     }
+    uint8_t here = 0;
+    for (const uint8_t code : codes) here = static_cast<uint8_t>(here + (code == kLargeCode));
+    large += here;
   }
   return large;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Sequence
 
@@ -17,14 +16,19 @@ from pulse_kernels.errors import PatchFormatError
 ZSTD_LEVEL = 1
 MAX_WINDOW = 1 << 27  # bytes: what a streaming zstd decoder takes without being told
 _MIN_ZSTD = 64  # bytes below which a frame's own header outweighs the gain
-_local = threading.local()
+_THREAD_BYTES = 1 << 21  # to compress, for which another thread pays
+_idle: list[zstandard.ZstdCompressor] = []  # each holds a megabyte of tables, and serves one thread at a time
 
 
-def _compressor() -> zstandard.ZstdCompressor:
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
-    compressor: zstandard.ZstdCompressor = _local.compressor
-    return compressor
+def _compress(buffer: memoryview) -> bytes:
+    try:
+        compressor = _idle.pop()
+    except IndexError:
+        compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+    try:
+        return compressor.compress(buffer)
+    finally:
+        _idle.append(compressor)
 
 
 def checksum(parts: Sequence[bytes | memoryview]) -> int:
@@ -46,10 +50,9 @@ def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:
     used = [k for k, array in enumerate(arrays) if array.any()]
     worth = [k for k in used if arrays[k].size >= _MIN_ZSTD]
     worth.sort(key=lambda k: arrays[k].size, reverse=True)  # so that the threads end together
+    threads = min(threads, 1 + sum(arrays[k].size for k in worth) // _THREAD_BYTES)
     stored = [b""] * len(arrays)
-    for k, frame in zip(
-        worth, parallel_map(lambda k: _compressor().compress(arrays[k].data), worth, threads), strict=True
-    ):
+    for k, frame in zip(worth, parallel_map(lambda k: _compress(arrays[k].data), worth, threads), strict=True):
         if len(frame) < arrays[k].size:
             stored[k] = frame
     for k in used:
