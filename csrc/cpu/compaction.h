@@ -16,7 +16,7 @@
 
 namespace pulse {
 
-constexpr int64_t kCompactChunk = 1 << 16;  // elements: a task; positions inside it fit 32 bits
+constexpr int64_t kCompactChunk = 1 << 16;  // elements: a task; positions inside it fit 16 bits
 
 class Compaction {
  public:
@@ -87,7 +87,7 @@ class Compaction {
       } else {
         int32_t* indices = static_cast<int32_t*>(out.indices) + piece.at;
         const int32_t begin = static_cast<int32_t>(piece.begin);
-        for (int64_t j = 0; j < piece.count; ++j) indices[j] = begin + static_cast<int32_t>(piece.sink.positions[j]);
+        for (int64_t j = 0; j < piece.count; ++j) indices[j] = begin + piece.sink.positions[j];
       }
       copy(out.values, piece.at, piece.sink.values, piece.count);
       if (out.old_values != nullptr) copy(out.old_values, piece.at, piece.sink.old_values, piece.count);
@@ -136,7 +136,7 @@ class Compaction {
 
   // Untouched pages of a slab cost nothing, so each holds many chunks at a few per cent and one at 100%.
   struct Slab {
-    std::unique_ptr<uint32_t[]> positions;
+    std::unique_ptr<uint16_t[]> positions;
     std::unique_ptr<uint8_t[]> values, old_values;
     int64_t used = 0;
   };
@@ -145,7 +145,7 @@ class Compaction {
   bool reserve(std::vector<Slab>& slabs, int64_t room, CompactSink* sink) {
     if (slabs.empty() || slabs.back().used + room > kSlab) {
       Slab slab;
-      slab.positions.reset(new (std::nothrow) uint32_t[kSlab]);
+      slab.positions.reset(new (std::nothrow) uint16_t[kSlab]);
       slab.values.reset(new (std::nothrow) uint8_t[kSlab * value_bytes_]);
       if (keep_old_) slab.old_values.reset(new (std::nothrow) uint8_t[kSlab * value_bytes_]);
       if (!slab.positions || !slab.values || (keep_old_ && !slab.old_values)) return false;

@@ -28,8 +28,8 @@ struct CompactItem {
 
 // Where the changes of one chunk go: room for every element of the chunk. `old_values` may be null.
 struct CompactSink {
-  int64_t origin;       // what positions count from
-  uint32_t* positions;
+  int64_t origin;       // what positions count from; no element is 2^16 or more further on
+  uint16_t* positions;
   void* values;
   void* old_values;
 };

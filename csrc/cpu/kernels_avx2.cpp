@@ -1,5 +1,6 @@
 // AVX2 and F16C. Compiled with those flags; empty where the compiler lacks them.
 #include <cstdint>
+#include <type_traits>
 
 #include "../bits/digest.h"
 #include "../bits/index_block.h"

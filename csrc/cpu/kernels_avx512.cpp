@@ -2,6 +2,7 @@
 // source runs on any CPU through the SIMDe headers: how its bits are tested where no AVX-512 is at hand.
 // AVX512-BF16's own conversions are not used: they flush denormals.
 #include <cstdint>
+#include <type_traits>
 
 #include "../bits/digest.h"
 #include "../bits/index_block.h"

@@ -92,17 +92,17 @@ struct Residual {
   }
 };
 
-// Two steps over a stretch that stays in the L2 cache: positions, then values. Changes are rare and their number in 64
+// Two steps over a stretch that stays in the L1 cache: positions, then values. Changes are rare and their number in 64
 // elements is unpredictable, so the first two positions are written without a branch (the sink has room: it holds at
-// most as many as there were elements), and the second step has no branch to mispredict at all.
+// most as many as there were elements), and the second step has no branch to mispredict but its end.
 template <class Comparison>
 int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const CompactSink& sink, bool update) {
   using Value = typename Comparison::Value;
-  constexpr int64_t kStretch = 8192;
+  constexpr int64_t kStretch = 4096;
   const Comparison compare(item);
   auto* values = static_cast<Value*>(sink.values);
   auto* old_values = static_cast<Value*>(sink.old_values);
-  uint32_t* const positions = sink.positions;
+  uint16_t* const positions = sink.positions;
   int64_t found = 0;
   for (int64_t stretch = begin; stretch < end; stretch += kStretch) {
     const int64_t stretch_end = stretch + kStretch < end ? stretch + kStretch : end, first = found;
@@ -112,21 +112,30 @@ int64_t compact(const CompactItem& item, int64_t begin, int64_t end, const Compa
       const auto at = static_cast<uint32_t>(i - sink.origin);
 #pragma GCC unroll 2
       for (int k = 0; k < 2; ++k) {
-        positions[found] = at + lowest_bit(mask);
+        positions[found] = static_cast<uint16_t>(at + lowest_bit(mask));
         found += mask != 0;
         mask &= mask - 1;
       }
-      for (; mask != 0; mask &= mask - 1) positions[found++] = at + lowest_bit(mask);
+      for (; mask != 0; mask &= mask - 1) positions[found++] = static_cast<uint16_t>(at + lowest_bit(mask));
     }
     for (; i < stretch_end; ++i) {
-      if (compare.changed(i)) positions[found++] = static_cast<uint32_t>(i - sink.origin);
+      if (compare.changed(i)) positions[found++] = static_cast<uint16_t>(i - sink.origin);
     }
-    for (int64_t k = first; k < found; ++k) values[k] = compare.value(sink.origin + positions[k]);
-    if (old_values != nullptr) {
-      for (int64_t k = first; k < found; ++k) old_values[k] = compare.old(sink.origin + positions[k]);
-    }
-    if (update) {
-      for (int64_t k = first; k < found; ++k) compare.store(sink.origin + positions[k], values[k]);
+    const auto values_of_stretch = [&](auto keep_old, auto write) {
+      for (int64_t k = first; k < found; ++k) {
+        const int64_t position = sink.origin + positions[k];
+        const Value value = compare.value(position);
+        values[k] = value;
+        if constexpr (keep_old.value) old_values[k] = compare.old(position);
+        if constexpr (write.value) compare.store(position, value);
+      }
+    };
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    if (old_values == nullptr) {
+      update ? values_of_stretch(no, yes) : values_of_stretch(no, no);
+    } else {
+      update ? values_of_stretch(yes, yes) : values_of_stretch(yes, no);
     }
   }
   return found;

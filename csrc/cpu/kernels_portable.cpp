@@ -1,5 +1,6 @@
 // Plain C++, left to the compiler's vectoriser: any little-endian architecture.
 #include <cstdint>
+#include <type_traits>
 
 #include "../bits/digest.h"
 #include "../bits/index_block.h"

@@ -88,7 +88,7 @@ void add_changes(const DigestKey& key, uint64_t origin, const Position* position
 // The same for changes among up to kBlocks blocks from `origin`, a block's beginning, on: sums by block first, without a
 // branch to mispredict at every new block.
 template <int kBlocks, class T>
-void add_changes_near(const DigestKey& key, uint64_t origin, const uint32_t* positions, const T* old_values,
+void add_changes_near(const DigestKey& key, uint64_t origin, const uint16_t* positions, const T* old_values,
                       const T* new_values, int64_t n, uint64_t sums[2]) {
   uint64_t by_block[kBlocks][2] = {};
   for (int64_t k = 0; k < n; ++k) {
@@ -99,7 +99,7 @@ void add_changes_near(const DigestKey& key, uint64_t origin, const uint32_t* pos
     block_sums[1] += change * key.slots[kDigestBlock + slot];
   }
   if (n == 0) return;
-  for (uint32_t block = positions[0] / kDigestBlock; block <= positions[n - 1] / kDigestBlock; ++block) {
+  for (int block = positions[0] / kDigestBlock; block <= positions[n - 1] / kDigestBlock; ++block) {
     for (int lane = 0; lane < 2; ++lane) {
       sums[lane] += block_factor(key.seeds[lane], origin / kDigestBlock + block) * by_block[block][lane];
     }

@@ -30,7 +30,7 @@ constexpr int64_t kSizes[] = {0, 1, 63, 64, 65, 127, 128, 200, 8191, 8192, 8193,
 constexpr int kDensities[] = {0, 1, 50, 100};
 
 struct Expected {
-  std::vector<uint32_t> positions;
+  std::vector<uint16_t> positions;
   std::vector<uint64_t> values, old_values;
 };
 
@@ -54,7 +54,7 @@ void check_kernel(CompactFn kernel, const CompactItem& item, int64_t begin, cons
     for (const bool keep_old : {false, true}) {
       const int64_t origin = keep_old ? 0 : begin;
       const auto shift = static_cast<uint32_t>(begin - origin);
-      std::vector<uint32_t> positions(n);
+      std::vector<uint16_t> positions(n);
       std::vector<Value> values(n), old_values(n);
       const pulse::CompactSink sink{origin, positions.data(), values.data(), keep_old ? old_values.data() : nullptr};
       CHECK(kernel(item, begin, item.numel, sink, update) == static_cast<int64_t>(found));
@@ -89,7 +89,7 @@ void check_gate(const KernelTable& table, bool bf16, Random& random, int64_t n, 
     const uint16_t rounded = round(master[k]);
     wanted_mask[k] = rounded != weight[k];
     if (k >= begin && wanted_mask[k]) {
-      expected.positions.push_back(static_cast<uint32_t>(k - begin));
+      expected.positions.push_back(static_cast<uint16_t>(k - begin));
       expected.values.push_back(rounded);
       expected.old_values.push_back(weight[k]);
     }
@@ -129,7 +129,7 @@ void check_diff(CompactFn kernel, Random& random, int64_t n, int density, int64_
       fresh[k] ^= static_cast<Value>(uint64_t{1} << random.below(8 * sizeof(Value)));
     }
     if (k >= begin && fresh[k] != stale[k]) {
-      expected.positions.push_back(static_cast<uint32_t>(k - begin));
+      expected.positions.push_back(static_cast<uint16_t>(k - begin));
       expected.values.push_back(fresh[k]);
       expected.old_values.push_back(stale[k]);
     }
@@ -175,7 +175,7 @@ void check_residual(const KernelTable& table, bool bf16, Random& random, int64_t
     std::memcpy(&t, &theta[k], 4);
     volatile float next = theta[k] - float_of(s);
     if (k >= begin && round(canonical(next)) != round(t)) {
-      expected.positions.push_back(static_cast<uint32_t>(k - begin));
+      expected.positions.push_back(static_cast<uint16_t>(k - begin));
       expected.values.push_back(s);
       expected.old_values.push_back(0);
     }
