@@ -26,7 +26,7 @@ from pulse_kernels.checkpoint import (
     TensorSink,
     replace_in_place,
 )
-from pulse_kernels.errors import BaseMismatchError, CheckpointError, PatchFormatError, VerificationError
+from pulse_kernels.errors import BaseMismatchError, CheckpointError, PatchFormatError, VerificationError, naming
 from pulse_kernels.state import StateDigest
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -76,9 +76,11 @@ class ApplyReport(_Report):
 
 @dataclass(frozen=True)
 class VerifyReport(_Report):
-    """What ``verify`` found. differences: one line each, at most 20; identical: whether there are none."""
+    """What ``verify`` found. differences: one line each of the first 20 of num_differences; identical: whether
+    there are none."""
 
     identical: bool
+    num_differences: int
     differences: tuple[str, ...]
     tensors: int
     bytes_compared: int
@@ -397,13 +399,18 @@ def apply(
     base is then as it was, and ``out`` was not made.
     """
     started = time.perf_counter()
-    with Checkpoint.open(base) as source:
+    with naming(patch), Checkpoint.open(base) as source:
         patched = _Patched(source, patch, progress)
         layout, header = patched.layout(), patched.header
         digest = ""
 
         def write(sink: TensorSink) -> None:
             nonlocal digest
+            if out is None and not source.is_current():  # looked at under the lock
+                raise CheckpointError(
+                    f"{base}: another process replaced or wrote this checkpoint meanwhile; nothing was changed. Start "
+                    "again, with the patch for what is there now"
+                )
             for name in patched.kinds():
                 tensor = sink.open_tensor(name)
                 for _, values in patched.slices(name):
@@ -476,7 +483,7 @@ def verify(
     """
     started = time.perf_counter()
     differences: list[str] = []
-    with Checkpoint.open(base) as source, Checkpoint.open(new) as expected:
+    with naming(patch), Checkpoint.open(base) as source, Checkpoint.open(new) as expected:
         patched = _Patched(source, patch, progress)
         kinds = patched.kinds()
         for name in expected.tensors:
@@ -503,6 +510,7 @@ def verify(
             differences.append(str(error))
     return VerifyReport(
         identical=not differences,
+        num_differences=len(differences),
         differences=tuple(differences[:20]),
         tensors=len(kinds),
         bytes_compared=patched.bytes_out,

@@ -6,6 +6,10 @@ tensor and file as it was.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PulseError(Exception):
     """Base of every error that is this package's own."""
@@ -25,3 +29,12 @@ class VerificationError(PulseError):
 
 class CheckpointError(PulseError):
     """A checkpoint file or folder that cannot be read or written as asked."""
+
+
+@contextmanager
+def naming(patch: str | os.PathLike[str]) -> Iterator[None]:
+    """A PatchFormatError from inside also says which file it is about and what to do."""
+    try:
+        yield
+    except PatchFormatError as error:
+        raise PatchFormatError(f"{os.fspath(patch)}: {error}. Fetch the patch again, or make a new one") from error

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pulse_kernels import checks, ops
 from pulse_kernels.backends import for_device
-from pulse_kernels.errors import BaseMismatchError, VerificationError
+from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
 from pulse_kernels.state import Params, StateDigest, named_tensors, tensor_key
 
 
@@ -227,7 +227,8 @@ class Patch:
     ) -> Patch:
         """``from_bytes`` of a file."""
         buffer = _installed_codec().read_file(path)
-        return cls.from_bytes(buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes)
+        with naming(path):
+            return cls.from_bytes(buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes)
 
     # ---- applying one ---------------------------------------------------------------------------------------------
 

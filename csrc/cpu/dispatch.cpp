@@ -27,9 +27,11 @@ bool cpu_has_avx512() {
 
 const KernelTable& choose() {
   const char* asked = std::getenv("PULSE_CPU");
-  const auto allowed = [asked](const char* name) { return asked == nullptr || std::strcmp(asked, name) == 0; };
-  if (allowed("avx512") && cpu_has_avx512() && avx512_kernels() != nullptr) return *avx512_kernels();
-  if (allowed("avx2") && cpu_has_avx2() && avx2_kernels() != nullptr) return *avx2_kernels();
+  const auto is_asked = [asked](const char* name) { return asked != nullptr && std::strcmp(asked, name) == 0; };
+  // Whoever asks for more than there is, or for what nobody knows, gets the best there is.
+  const bool portable = is_asked("portable"), avx512 = !portable && !is_asked("avx2");
+  if (avx512 && cpu_has_avx512() && avx512_kernels() != nullptr) return *avx512_kernels();
+  if (!portable && cpu_has_avx2() && avx2_kernels() != nullptr) return *avx2_kernels();
   return portable_kernels();
 }
 

@@ -71,7 +71,7 @@ const KernelTable& portable_kernels();
 const KernelTable* avx2_kernels();    // null where not compiled in
 const KernelTable* avx512_kernels();  // null where not compiled in
 
-// The best table this CPU can run; PULSE_CPU=portable|avx2|avx512 asks for one.
+// The best table this CPU can run; PULSE_CPU=portable or avx2 asks for no more than that.
 const KernelTable& best_kernels();
 
 }  // namespace pulse

@@ -10,7 +10,7 @@
 
 namespace pulse {
 
-// Returns the place after the value's bytes, at most kMaxLeb128 further.
+// Returns the place after the value's bytes: at most kMaxLeb128 further, one more for a value of 64 bits.
 inline uint8_t* put_leb128(uint64_t value, uint8_t* out) {
   for (; value >= 0x80; value >>= 7) *out++ = static_cast<uint8_t>(value) | 0x80;
   *out++ = static_cast<uint8_t>(value);
@@ -60,7 +60,8 @@ void encode_gaps(const Index* indices, int64_t n, uint64_t start, int shift, uin
     if (n - k < 64) std::memcpy(last, top + k, n - k);
     for (uint64_t mask = escape_mask(n - k < 64 ? last : top + k); mask != 0; mask &= mask - 1) {
       const int64_t at = k + __builtin_ctzll(mask);
-      if (escapes->size() - used < kMaxLeb128) escapes->resize(2 * escapes->size() + kMaxLeb128);
+      constexpr size_t most = kMaxLeb128 + 1;  // a gap of positions out of order wraps to 64 bits
+      if (escapes->size() - used < most) escapes->resize(2 * escapes->size() + most);
       uint8_t* const out = escapes->data() + used;
       used += put_leb128((static_cast<uint64_t>(gap_at(at)) >> shift) - kEscape, out) - out;
     }

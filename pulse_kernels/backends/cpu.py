@@ -19,7 +19,7 @@ def instruction_set() -> str:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _kind(op: str, target: Tensor) -> int:

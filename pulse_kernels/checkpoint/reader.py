@@ -45,6 +45,12 @@ class _OpenFile:
     descriptor: int
     metadata: dict[str, str] | None
     tensors: tuple[TensorInfo, ...]
+    state: tuple[int, ...]  # _state_of it when it was opened
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    """Another one whenever the file was replaced or written."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Checkpoint:
@@ -222,6 +228,16 @@ class Checkpoint:
                         found.append(file.relative_to(self.path).as_posix())
         return sorted(found)
 
+    def is_current(self) -> bool:
+        """Whether the files at the path are still those that were opened, unwritten since."""
+        try:
+            names = list(find_weights(self.path).files) if self.is_folder else [self.path.name]
+            folder = self.path if self.is_folder else self.path.parent
+            now = {name: _state_of(os.stat(folder / name)) for name in names}
+        except (OSError, CheckpointError):
+            return False
+        return now == {name: file.state for name, file in self._files.items()}
+
     def close(self) -> None:
         """Close the files; reading raises CheckpointError afterwards. Closing twice is fine."""
         for file in self._files.values():
@@ -291,7 +307,7 @@ def _open_file(name: str, path: Path) -> _OpenFile:
                     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
                     header = parse_json(os.pread(descriptor, length, 8), str(path))
                 metadata, tensors = _parse_header(header, name, path, 8 + length, status.st_size)
-                return _OpenFile(name, path, descriptor, metadata, tensors)
+                return _OpenFile(name, path, descriptor, metadata, tensors, _state_of(status))
         except BaseException:
             os.close(descriptor)
             raise

@@ -300,7 +300,9 @@ class CheckpointWriter(TensorSink):
         """The weights that are in the way, after checking that they may go."""
         if self._workspace.file is not None:
             if os.path.lexists(self.path) and not overwrite:
-                raise CheckpointError(f"{self.path}: already there; choose another name, or ask to overwrite it")
+                raise CheckpointError(
+                    f"{self.path}: already there; choose another name, or overwrite it (overwrite=True, --overwrite)"
+                )
             return None
         try:
             old = find_weights(self._folder)
@@ -314,7 +316,8 @@ class CheckpointWriter(TensorSink):
             old = None
         if not overwrite and not (old and old.unfinished):
             raise CheckpointError(
-                f"{self._folder}: already holds weights; choose another folder, or ask to overwrite them"
+                f"{self._folder}: already holds weights; choose another folder, or overwrite them (overwrite=True, "
+                "--overwrite)"
             )
         return old
 

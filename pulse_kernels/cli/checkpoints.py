@@ -11,6 +11,7 @@ from pulse_kernels.checkpoint import Checkpoint, checkpoint_state
 from pulse_kernels.cli.arguments import command
 from pulse_kernels.cli.progress import ProgressBar
 from pulse_kernels.codec.segment import PROFILES
+from pulse_kernels.errors import naming
 
 _CHECKPOINT = "a safetensors file or a Hugging Face checkpoint folder"
 
@@ -22,8 +23,12 @@ def add_commands(commands: Any) -> None:
     diff.add_argument("new", metavar="NEW", help=_CHECKPOINT)
     diff.add_argument("-o", "--output", metavar="PATCH", required=True, help="the patch file to write")
     diff.add_argument("--profile", choices=PROFILES, default="balanced", help="how to code it (default: %(default)s)")
-    diff.add_argument("--base-version", type=_version, metavar="N", help="version number of OLD, recorded in the patch")
-    diff.add_argument("--new-version", type=_version, metavar="N", help="version number of NEW, recorded in the patch")
+    diff.add_argument(
+        "--base-version", type=version_number, metavar="N", help="version number of OLD, recorded in the patch"
+    )
+    diff.add_argument(
+        "--new-version", type=version_number, metavar="N", help="version number of NEW, recorded in the patch"
+    )
 
     apply = command(commands, "apply", _apply, "write the checkpoint that PATCH makes of BASE")
     apply.add_argument("base", metavar="BASE", help=_CHECKPOINT)
@@ -45,7 +50,7 @@ def add_commands(commands: Any) -> None:
     verify.add_argument("new", metavar="NEW", help=_CHECKPOINT)
 
 
-def _version(text: str) -> int:
+def version_number(text: str) -> int:
     value = int(text)
     if value < 0:
         raise ValueError(text)
@@ -99,7 +104,8 @@ def _apply(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if Path(arguments.path).is_dir() or not _is_patch(arguments.path):
         return _inspect_checkpoint(arguments.path)
-    header = codec.peek(codec.read_file(arguments.path))
+    with naming(arguments.path):
+        header = codec.peek(codec.read_file(arguments.path))
     nbytes = Path(arguments.path).stat().st_size
     data: dict[str, Any] = {
         "kind": "patch",
@@ -210,5 +216,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             f"digest {report.digest}, {report.seconds:.2f} s"
         )
         return 0, report.to_dict(), text
-    lines = [f"NOT identical: {len(report.differences)} differences", *(f"  {line}" for line in report.differences)]
+    lines = [f"NOT identical: {report.num_differences} differences", *(f"  {line}" for line in report.differences)]
+    if report.num_differences > len(report.differences):
+        lines.append(f"  ... the first {len(report.differences)} of {report.num_differences}")
     return 1, report.to_dict(), "\n".join(lines)

@@ -20,27 +20,31 @@ def add_commands(commands: Any) -> None:
     command(commands, "doctor", _doctor, "say which back ends are present, and why the others are not")
 
     bench = command(commands, "bench", _bench, "time the operators beside eager PyTorch on this machine")
-    bench.add_argument("--elements", type=_positive, default=20_000_000, metavar="N", help="tensor size (%(default)s)")
-    bench.add_argument("--density", type=_share, default=0.01, metavar="X", help="share that changed (%(default)s)")
     bench.add_argument(
-        "--repeats", type=_positive, default=7, metavar="N", help="rounds, medians are shown (%(default)s)"
+        "--elements", type=positive_number, default=20_000_000, metavar="N", help="tensor size (%(default)s)"
+    )
+    bench.add_argument("--density", type=share, default=0.01, metavar="X", help="share that changed (%(default)s)")
+    bench.add_argument(
+        "--repeats", type=positive_number, default=7, metavar="N", help="rounds, medians are shown (%(default)s)"
     )
 
     demo = command(commands, "demo", _demo, "train a small model with RL while two rollout workers follow by patches")
-    demo.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps (default: the demo's own number)")
+    demo.add_argument(
+        "--steps", type=positive_number, metavar="N", help="optimizer steps (default: the demo's own number)"
+    )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
-    demo.add_argument("--workers", type=_positive, default=2, metavar="N", help="rollout processes (%(default)s)")
+    demo.add_argument("--workers", type=positive_number, default=2, metavar="N", help="rollout processes (%(default)s)")
     demo.add_argument("--out", metavar="DIR", help="keep patches, chart and summary here (default: only the chart)")
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError(text)
     return value
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise ValueError(text)
@@ -67,9 +71,8 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from pulse_kernels.backends import cpu
 
     library = native.cpu_library()
-    cuda = torch.cuda.is_available()
     triton = _version_of("triton")
-    no_gpu = "no CUDA device is visible" if not cuda else "GPU kernels are not part of this version"
+    no_gpu = "GPU kernels are not part of this version"
     back_ends = [
         {
             "name": "cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -36,8 +37,9 @@ def parallel_map(function: Callable[[_T], _R], items: Sequence[_T], threads: int
                 left.clear()
 
     with ThreadPoolExecutor(threads - 1) as pool:
-        for _ in range(threads - 1):
-            pool.submit(work)
+        with suppress(RuntimeError):  # no more threads, or the interpreter is on its way out: this one does it all
+            for _ in range(threads - 1):
+                pool.submit(work)
         work()
     if errors:
         raise errors[min(errors)]

@@ -155,3 +155,35 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["apply", "A", "p"])
     assert ended.value.code == 2
+
+
+def test_verify_counts_what_it_does_not_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {f"layers.{k}": torch.full((40,), float(k)) for k in range(30)}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    other = {name: tensor + 2 for name, tensor in old.items()}
+    a, b, c = (save(tmp_path / name, state, 2) for name, state in (("a", old), ("b", new), ("c", other)))
+    patch = str(tmp_path / "p")
+    assert main(["diff", str(a), str(b), "-o", patch]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(a), patch, str(c)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "NOT identical: 30 differences" in lines[0]
+    assert "the first 20 of 30" in lines[-1]
+    assert main(["verify", str(a), patch, str(c), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_differences"], len(report["differences"])) == (30, 20)
+
+
+@pytest.mark.parametrize("command", ["apply", "verify", "inspect"])
+def test_a_damaged_patch_is_named(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    a = save(tmp_path / "a", {"w": torch.zeros(4000)}, 1)
+    b = save(tmp_path / "b", {"w": torch.ones(4000)}, 1)
+    patch = tmp_path / "the patch"
+    assert main(["diff", str(a), str(b), "-o", str(patch)]) == 0
+    patch.write_bytes(patch.read_bytes()[:-1])
+    arguments = {"apply": [a, patch, "-o", tmp_path / "c"], "verify": [a, patch, b], "inspect": [patch]}[command]
+    capsys.readouterr()
+    assert main([command, *map(str, arguments)]) == 3
+    error = capsys.readouterr().err
+    assert f"{patch}: " in error
+    assert "Fetch the patch again" in error

@@ -177,3 +177,17 @@ def test_a_tensor_has_one_fate() -> None:
         pk.Patch(tensors={"w": item}, removed=("w",))
     with pytest.raises(ValueError, match="'w' is both added and removed"):
         pk.Patch(added={"w": torch.ones(1)}, removed=("w",))
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_lazy_views_are_what_they_show(lazy: str) -> None:
+    plain = torch.randn(100, dtype=torch.complex64)
+    view = plain.conj() if lazy == "conj" else torch._neg_view(plain)
+    shown = view.resolve_conj().resolve_neg()
+    new = shown.clone()
+    new[5] = 7
+    for patch in (pk.Patch.diff({"w": view}, {"w": new}), pk.Patch.diff({"w": new}, {"w": view})):
+        assert patch.tensors["w"].indices.tolist() == [5]
+    patch = pk.Patch.diff({"w": view}, {"w": new})
+    assert patch.base_digest == pk.StateDigest.of({"w": shown}).hexdigest()
+    assert patch.digest == pk.StateDigest.of({"w": new}).hexdigest()
