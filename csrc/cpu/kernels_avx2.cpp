@@ -24,21 +24,12 @@ inline __m256i load_lanes(const void* low, const void* high) {
 }
 
 // Elements 0..3 and 8..11 of p in one register, 4..7 and 12..15 in the other: packus then restores memory order.
-inline __m256i load_split(const uint32_t* p) {
-  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
+inline __m256i load_split(const uint32_t* p) { return load_lanes(p, p + 8); }
 
 // FP32 bits to BF16 bits in the low half of each lane, NaN aside.
 inline __m256i round_bf16(__m256i u) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7FFF)), odd), 16);
-}
-
-inline __m256i nan_lanes(__m256i u) {
-  const __m256 f = _mm256_castsi256_ps(u);
-  return _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
 }
 
 // Lanes where either holds a NaN.
@@ -112,7 +103,7 @@ uint64_t gate_fp16_mask(const uint32_t* master, const uint16_t* weight) {
     for (int k = 0; k < 2; ++k) {
       const uint32_t* m = master + 32 * half + 16 * k;
       const __m256i a = load(m), b = load(m + 8);
-      nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+      nan = _mm256_or_si256(nan, unordered(a, b));
       const __m128i low = _mm256_cvtps_ph(_mm256_castsi256_ps(a), _MM_FROUND_TO_NEAREST_INT);
       const __m128i high = _mm256_cvtps_ph(_mm256_castsi256_ps(b), _MM_FROUND_TO_NEAREST_INT);
       const __m256i rounded = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
@@ -172,7 +163,7 @@ uint64_t residual_mask(const float* theta, const float* local, const float* resi
     const __m256 delta = _mm256_sub_ps(t, _mm256_loadu_ps(local + 8 * k));
     const __m256 next = _mm256_sub_ps(t, _mm256_add_ps(_mm256_loadu_ps(residual + 8 * k), delta));
     const __m256i a = _mm256_castps_si256(t), b = _mm256_castps_si256(next);
-    nan = _mm256_or_si256(nan, _mm256_or_si256(nan_lanes(a), nan_lanes(b)));
+    nan = _mm256_or_si256(nan, unordered(a, b));
     __m256i equal;
     if constexpr (Bf16) {
       equal = _mm256_cmpeq_epi32(round_bf16(a), round_bf16(b));

@@ -60,11 +60,11 @@ inline void digest(Runner& runner, DigestFn fn, const void* data, int64_t size, 
   result[1] = total1;
 }
 
-// Adds (new - old) * K over n changed entries at origin + positions[k]. These are sorted, so neighbours mostly share a
-// block, whose factors are mixed once.
-template <class T, class Position>
-void add_changes(const DigestKey& key, uint64_t origin, const Position* positions, const T* old_values,
-                 const T* new_values, int64_t n, uint64_t sums[2]) {
+// Adds (new - old) * K over n changed entries. Positions are sorted, so neighbours mostly share a block, whose factors
+// are mixed once.
+template <class T, class Index>
+void add_changes(const DigestKey& key, const Index* positions, const T* old_values, const T* new_values, int64_t n,
+                 uint64_t sums[2]) {
   uint64_t block_sums[2] = {0, 0}, block = ~uint64_t{0};
   const auto close_block = [&] {
     for (int lane = 0; lane < 2; ++lane) {
@@ -73,7 +73,7 @@ void add_changes(const DigestKey& key, uint64_t origin, const Position* position
     }
   };
   for (int64_t k = 0; k < n; ++k) {
-    const uint64_t position = origin + static_cast<uint64_t>(positions[k]);
+    const auto position = static_cast<uint64_t>(positions[k]);
     if (position / kDigestBlock != block) {
       close_block();
       block = position / kDigestBlock;
@@ -114,7 +114,7 @@ void digest_update(Runner& runner, const Index* indices, const T* old_values, co
   runner.for_each((n + kUpdateTask - 1) / kUpdateTask, [&](int, int64_t task) {
     const int64_t first = task * kUpdateTask, count = n - first < kUpdateTask ? n - first : kUpdateTask;
     uint64_t sums[2] = {0, 0};
-    add_changes(key, 0, indices + first, old_values + first, new_values + first, count, sums);
+    add_changes(key, indices + first, old_values + first, new_values + first, count, sums);
     total0 += sums[0];
     total1 += sums[1];
   });

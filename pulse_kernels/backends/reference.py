@@ -463,7 +463,7 @@ def _encode_values(values: Tensor, base: Tensor | None) -> Tensor:
     is_float = values.dtype.is_floating_point
     change = _ordered(bits(values), is_float) - _ordered(bits(base), is_float)
     magnitude = torch.where(change < 0, ~change, change - 1)  # -1, the highest as unsigned, for no change at all
-    codes = torch.where((magnitude < 0) | (magnitude > 3), torch.full_like(magnitude, 3), magnitude)
+    codes = torch.where((magnitude < 0) | (magnitude >= 3), torch.full_like(magnitude, 3), magnitude)
     parts = [_to_fields(change < 0, 1), _to_fields(codes, 2), _to_planes(magnitude[codes == 3] - 3)]
     return torch.cat(parts)
 

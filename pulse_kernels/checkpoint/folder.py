@@ -77,13 +77,17 @@ def find_weights(folder: Path) -> Weights:
     return Weights("loose", tuple(loose))
 
 
+def file_state(status: os.stat_result) -> tuple[int, ...]:
+    """Another one whenever the file was replaced or written."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def identity(folder: Path) -> tuple[object, ...]:
     """Changes whenever the folder's checkpoint is replaced; equal before and after a look means one state was seen."""
     marks: list[object] = []
     for name in (SINGLE_FILE, INDEX_FILE):
         try:
-            status = os.stat(folder / name)
-            marks.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+            marks.append(file_state(os.stat(folder / name)))
         except OSError:
             marks.append(None)
     return tuple(marks)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from pulse_kernels.errors import CheckpointError
 
 from .files import os_errors
-from .folder import Weights, find_weights, identity
+from .folder import Weights, file_state, find_weights, identity
 from .layout import SINGLE_FILE, FileLayout, Layout, TensorInfo, TensorSpec, without_marker
 from .validate import UNFINISHED_FILE, check_file_name, check_spec, parse_json, show
 
@@ -45,12 +45,7 @@ class _OpenFile:
     descriptor: int
     metadata: dict[str, str] | None
     tensors: tuple[TensorInfo, ...]
-    state: tuple[int, ...]  # _state_of it when it was opened
-
-
-def _state_of(status: os.stat_result) -> tuple[int, ...]:
-    """Another one whenever the file was replaced or written."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    state: tuple[int, ...]  # file_state when it was opened
 
 
 class Checkpoint:
@@ -233,7 +228,7 @@ class Checkpoint:
         try:
             names = list(find_weights(self.path).files) if self.is_folder else [self.path.name]
             folder = self.path if self.is_folder else self.path.parent
-            now = {name: _state_of(os.stat(folder / name)) for name in names}
+            now = {name: file_state(os.stat(folder / name)) for name in names}
         except (OSError, CheckpointError):
             return False
         return now == {name: file.state for name, file in self._files.items()}
@@ -307,7 +302,7 @@ def _open_file(name: str, path: Path) -> _OpenFile:
                     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
                     header = parse_json(os.pread(descriptor, length, 8), str(path))
                 metadata, tensors = _parse_header(header, name, path, 8 + length, status.st_size)
-                return _OpenFile(name, path, descriptor, metadata, tensors, _state_of(status))
+                return _OpenFile(name, path, descriptor, metadata, tensors, file_state(status))
         except BaseException:
             os.close(descriptor)
             raise

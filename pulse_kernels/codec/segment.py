@@ -117,18 +117,15 @@ def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) ->
     # Everything that is likely to be kept goes through one call: threads are then started and joined once.
     index = _index_parts(items)
     value = _value_parts(items, [PLANES if item.local is None else DELTA for item in items])
-    stored = iter(store_parts([part for coded in (*index, *value) for part in coded.parts], threads))
-    index_streams = [tuple(next(stored) for _ in coded.parts) for coded in index]
-    value_streams = [tuple(next(stored) for _ in coded.parts) for coded in value]
+    streams = _store([*index, *value], threads)
+    index_streams, value_streams = streams[: len(items)], streams[len(items) :]
     codes = [coded.code for coded in value]
     # Changes of a few units are what RL steps make; where they are not, the values may code better alone.
     alone = [
         k for k, item in enumerate(items) if codes[k] == DELTA and 4 * _size(value_streams[k]) > 3 * item.values.nbytes
     ]
     planes = _value_parts([items[k] for k in alone], [PLANES] * len(alone))
-    stored = iter(store_parts([part for coded in planes for part in coded.parts], threads))
-    for k, coded in zip(alone, planes, strict=True):
-        stream = tuple(next(stored) for _ in coded.parts)
+    for k, stream in zip(alone, _store(planes, threads), strict=True):
         if _size(stream) < _size(value_streams[k]):
             codes[k], value_streams[k] = PLANES, stream
     return [
@@ -152,6 +149,11 @@ _Values: TypeAlias = tuple[str, tuple[bytes, ...]]
 
 def _size(stream: tuple[bytes, ...]) -> int:
     return sum(map(len, stream))
+
+
+def _store(streams: Sequence[_Coded], threads: int) -> list[tuple[bytes, ...]]:
+    stored = iter(store_parts([part for coded in streams for part in coded.parts], threads))
+    return [tuple(next(stored) for _ in coded.parts) for coded in streams]
 
 
 def _packed(item: Changes) -> _Indices:
