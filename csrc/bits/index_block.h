@@ -57,6 +57,9 @@ PULSE_HD int bit_width(uint64_t value) {
 #endif
 }
 
+// The lowest `width` bits set, up to all 64.
+PULSE_HD uint64_t low_bits(int width) { return width == 0 ? 0 : ~0ull >> (64 - width); }
+
 PULSE_HD uint32_t load_word(const uint8_t* words, uint64_t k) {
   uint32_t word;
   memcpy(&word, words + 4 * k, 4);
@@ -74,6 +77,27 @@ PULSE_HD uint64_t get_gap(const uint8_t* words, int slot, int width) {
   int have = 32 - shift;
   for (uint64_t k = first + 1; k <= last; ++k, have += 32) value |= static_cast<uint64_t>(load_word(words, k)) << have;
   return width == 64 ? value : value & ((1ull << width) - 1);
+}
+
+// The same from aligned words: at most three of them hold an entry.
+PULSE_HD uint64_t get_entry(const uint32_t* words, int slot, int width) {
+  if (width == 0) return 0;
+  const int bit = slot * width, first = bit / 32, last = (bit + width - 1) / 32, shift = bit % 32;
+  uint64_t value = words[first] >> shift;
+  if (last > first) value |= static_cast<uint64_t>(words[first + 1]) << (32 - shift);
+  if (last > first + 1) value |= static_cast<uint64_t>(words[first + 2]) << (64 - shift);
+  return value & low_bits(width);
+}
+
+// Word `k` of a block whose `used` entries lie in `entries`, none of them over `width` bits.
+PULSE_HD uint32_t entries_word(const uint64_t* entries, int used, int width, int k) {
+  uint32_t word = 0;
+  const int begin = 32 * k, end = begin + 32;
+  for (int slot = begin / width; slot < used && slot * width < end; ++slot) {
+    const int at = slot * width - begin;  // of the entry's lowest bit, seen from the word's
+    word |= static_cast<uint32_t>(at < 0 ? entries[slot] >> -at : entries[slot] << at);
+  }
+  return word;
 }
 
 // Adds entry `slot` to zeroed words.

@@ -6,6 +6,7 @@
 
 #include "../bits/digest.h"
 #include "../bits/index_block.h"
+#include "../bits/residual.h"
 #include "../bits/rounding.h"
 #include "digest_key.h"
 #include "kernels.h"

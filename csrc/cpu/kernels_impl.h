@@ -50,22 +50,6 @@ struct Diff {
   void store(int64_t i, Value v) const { stale[i] = v; }
 };
 
-inline uint32_t float_bits(float f) {
-  uint32_t u;
-  __builtin_memcpy(&u, &f, 4);
-  return u;
-}
-
-// A computed NaN becomes 0x7FC00000: its sign and payload would depend on operand order and architecture.
-inline uint32_t canonical_bits(float f) {
-  const uint32_t u = float_bits(f);
-  return is_nan_bits(u) ? 0x7FC00000u : u;
-}
-
-inline uint32_t pending_bits(float theta, float local, float residual) {
-  return canonical_bits(residual + (theta - local));
-}
-
 template <uint16_t (*Round)(uint32_t), uint64_t (*Mask64)(const float*, const float*, const float*)>
 struct Residual {
   using Value = uint32_t;
@@ -85,10 +69,7 @@ struct Residual {
   bool changed(int64_t i) const { return fires(theta[i], local[i], residual[i]); }
   void store(int64_t, Value) const {}
   static bool fires(float theta, float local, float residual) {
-    const uint32_t s = pending_bits(theta, local, residual);
-    float pending;
-    __builtin_memcpy(&pending, &s, 4);
-    return Round(canonical_bits(theta - pending)) != Round(float_bits(theta));
+    return residual_fires<Round>(theta, pending_bits(theta, local, residual));
   }
 };
 

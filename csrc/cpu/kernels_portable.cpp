@@ -4,6 +4,7 @@
 
 #include "../bits/digest.h"
 #include "../bits/index_block.h"
+#include "../bits/residual.h"
 #include "../bits/rounding.h"
 #include "digest_key.h"
 #include "kernels.h"

@@ -1,4 +1,5 @@
-// Tests of csrc/bits and csrc/cpu without torch: every kernel table this CPU runs, against plain scalar code.
+// Tests of csrc without torch: every kernel table this CPU runs, and the bodies of the CUDA kernels, against plain
+// scalar code.
 // PULSE_SIMDE: the AVX-512 table was compiled through SIMDe, so that any CPU runs it.
 #include <cstring>
 
@@ -56,6 +57,9 @@ int main() {
   test_choice();
   test_rounding();
   test_streams();
+  test_cuda_compaction();
+  test_cuda_packing(pulse::best_kernels());
+  std::printf("csrc/cuda, on the host: passed\n");
   test_table("portable", &pulse::portable_kernels(), true);
   test_table("avx2", pulse::avx2_kernels(), cpu_has("avx2"));
   test_table("avx512", pulse::avx512_kernels(), kThroughSimde || cpu_has("avx512"));
