@@ -79,13 +79,14 @@ PULSE_HD uint64_t get_gap(const uint8_t* words, int slot, int width) {
   return width == 64 ? value : value & ((1ull << width) - 1);
 }
 
-// The same from aligned words: at most three of them hold an entry.
-PULSE_HD uint64_t get_entry(const uint32_t* words, int slot, int width) {
+// The same from aligned words, of which at most three hold an entry; read(k) gives word k.
+template <class Read>
+PULSE_HD uint64_t get_entry(const Read& read, int slot, int width) {
   if (width == 0) return 0;
   const int bit = slot * width, first = bit / 32, last = (bit + width - 1) / 32, shift = bit % 32;
-  uint64_t value = words[first] >> shift;
-  if (last > first) value |= static_cast<uint64_t>(words[first + 1]) << (32 - shift);
-  if (last > first + 1) value |= static_cast<uint64_t>(words[first + 2]) << (64 - shift);
+  uint64_t value = read(first) >> shift;
+  if (last > first) value |= static_cast<uint64_t>(read(first + 1)) << (32 - shift);
+  if (last > first + 1) value |= static_cast<uint64_t>(read(first + 2)) << (64 - shift);
   return value & low_bits(width);
 }
 

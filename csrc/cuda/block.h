@@ -46,6 +46,23 @@ PULSE_HD int lowest_set(uint32_t word) {  // of a word that is not 0
 #endif
 }
 
+// The memory behind an address from a table.
+template <class T>
+PULSE_HD T* memory(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Reads what no thread of the launch writes. nvcc cannot know that an address from a table is of global memory, and reads
+// it by the slower generic instructions but for this.
+template <class T>
+PULSE_HD T read_only(const T* from) {
+#if defined(__CUDA_ARCH__)
+  return __ldg(from);
+#else
+  return *from;
+#endif
+}
+
 #if defined(__CUDACC__)
 
 class CudaBlock {

@@ -69,7 +69,7 @@ struct ResidualChange {
 
 // ---- mark ------------------------------------------------------------------------------------------------------------
 
-// N elements at an address aligned to all of them, N * sizeof(T) being up to 16: one load.
+// N elements at an address aligned to all of them, N * sizeof(T) being up to 16: one load of what nobody writes.
 template <class T, int N>
 struct Lot {
   static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
@@ -80,13 +80,13 @@ struct Lot {
     Lot lot;
 #if defined(__CUDA_ARCH__)
     if constexpr (kWords == 4) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from);
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
       lot.words[0] = v.x, lot.words[1] = v.y, lot.words[2] = v.z, lot.words[3] = v.w;
     } else if constexpr (kWords == 2) {
-      const uint2 v = *reinterpret_cast<const uint2*>(from);
+      const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
       lot.words[0] = v.x, lot.words[1] = v.y;
     } else {
-      lot.words[0] = *reinterpret_cast<const uint32_t*>(from);
+      lot.words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
     }
 #else
     memcpy(lot.words, from, sizeof lot.words);
@@ -120,9 +120,9 @@ PULSE_HD uint32_t wide_bits(const CompactRow& row, int64_t begin, int lane) {
   constexpr int E = kLot<Change>, kSteps = 32 / E, kAtOnce = kSteps < 4 ? kSteps : 4;
   using Source = typename Change::Source;
   using Target = typename Change::Target;
-  const Source* source = reinterpret_cast<const Source*>(row.source) + begin + lane * E;
-  const Target* target = reinterpret_cast<const Target*>(row.target) + begin + lane * E;
-  const uint32_t* third = reinterpret_cast<const uint32_t*>(row.third);
+  const Source* source = memory<const Source>(row.source) + begin + lane * E;
+  const Target* target = memory<const Target>(row.target) + begin + lane * E;
+  const uint32_t* third = memory<const uint32_t>(row.third);
   if constexpr (Change::kHasThird) third += begin + lane * E;
   uint32_t bits = 0;
   PULSE_UNROLL
@@ -153,9 +153,9 @@ PULSE_HD uint32_t wide_bits(const CompactRow& row, int64_t begin, int lane) {
 template <class Change>
 PULSE_HD bool changed_at(const CompactRow& row, int64_t i) {
   uint32_t residual = 0;
-  if constexpr (Change::kHasThird) residual = reinterpret_cast<const uint32_t*>(row.third)[i];
-  return Change::changed(reinterpret_cast<const typename Change::Source*>(row.source)[i],
-                         reinterpret_cast<const typename Change::Target*>(row.target)[i], residual);
+  if constexpr (Change::kHasThird) residual = read_only(memory<const uint32_t>(row.third) + i);
+  return Change::changed(read_only(memory<const typename Change::Source>(row.source) + i),
+                         read_only(memory<const typename Change::Target>(row.target) + i), residual);
 }
 
 // Every other run of `width` bits, the lowest first.
@@ -259,11 +259,11 @@ PULSE_BODY void collect_tile(Block& block, CollectShared& shared, const CompactJ
   block.each([&](int t) {
     for (int k = t; k < found; k += kThreads) {
       const int64_t i = begin + shared.places[k], to = start + k;
-      Target* target = reinterpret_cast<Target*>(row.target) + i;
+      Target* target = memory<Target>(row.target) + i;
       uint32_t residual = 0;
-      if constexpr (Change::kHasThird) residual = reinterpret_cast<const uint32_t*>(row.third)[i];
+      if constexpr (Change::kHasThird) residual = read_only(memory<const uint32_t>(row.third) + i);
       const Target old = *target;
-      const Target fresh = Change::value(reinterpret_cast<const typename Change::Source*>(row.source)[i], old, residual);
+      const Target fresh = Change::value(read_only(memory<const typename Change::Source>(row.source) + i), old, residual);
       if (out.wide) {
         static_cast<int64_t*>(out.indices)[to] = i;
       } else {

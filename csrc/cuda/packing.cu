@@ -4,6 +4,10 @@
 
 namespace pulse {
 
+// Blocks on a multiprocessor that the compiler leaves registers for: 64 a thread. Left alone it aims at more blocks than
+// shared memory has room for, and spills.
+constexpr int kBlocksWanted = 4;
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     pulse_pack_widths(const int64_t* table, const int32_t* tile_rows, uint8_t* widths) {
   __shared__ CudaBlock::Storage storage;
@@ -20,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   pack_tile(block, shared, table, tile_rows, blockIdx.x, widths, ends, blobs);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksWanted)
     pulse_unpack(const int64_t* table, const int32_t* tile_rows, int64_t* errors, uint8_t* out) {
   __shared__ CudaBlock::Storage storage;
   __shared__ EntriesShared shared;
@@ -28,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   unpack_tile(block, shared, table, tile_rows, blockIdx.x, errors, out);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksWanted)
     pulse_exchange(const int64_t* table, const int32_t* tile_rows, uint8_t* old_values) {
   __shared__ CudaBlock::Storage storage;
   __shared__ EntriesShared shared;

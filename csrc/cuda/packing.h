@@ -34,8 +34,8 @@ PULSE_HD PackRow pack_row(const int64_t* table, const int32_t* tile_rows, int64_
 }
 
 PULSE_HD uint64_t position_at(const PackRow& row, int64_t i) {
-  return row.wide != 0 ? reinterpret_cast<const uint64_t*>(row.indices)[i]
-                       : static_cast<uint64_t>(static_cast<int64_t>(reinterpret_cast<const int32_t*>(row.indices)[i]));
+  if (row.wide != 0) return read_only(memory<const uint64_t>(row.indices) + i);
+  return static_cast<uint64_t>(static_cast<int64_t>(read_only(memory<const int32_t>(row.indices) + i)));
 }
 
 // Entry `slot` of the index block that begins at position `first` of the list. Out of order or negative, positions give
@@ -187,8 +187,9 @@ struct CappedSum {
 
 PULSE_HD uint64_t base_at(const uint32_t* blob, const IndexTables& tables, int64_t index_block) {
   const uint32_t* bases = blob + tables.bases_at / 4;
-  if (tables.base_bytes == 4) return bases[index_block];
-  return bases[2 * index_block] | static_cast<uint64_t>(bases[2 * index_block + 1]) << 32;
+  if (tables.base_bytes == 4) return read_only(bases + index_block);
+  const uint32_t *low = bases + 2 * index_block, *high = low + 1;
+  return read_only(low) | static_cast<uint64_t>(read_only(high)) << 32;
 }
 
 // The checks that need only a block's own row of the tables and the next one's. The offsets, each checked against the
@@ -197,19 +198,19 @@ PULSE_HD uint64_t base_at(const uint32_t* blob, const IndexTables& tables, int64
 template <class Block>
 PULSE_BODY int checked_width(Block& block, const UnpackRow& row, const IndexTables& tables, int64_t index_block,
                              const ErrorSink& errors) {
-  const auto* blob = reinterpret_cast<const uint32_t*>(row.blob);
-  const auto* widths = reinterpret_cast<const uint8_t*>(row.blob) + tables.widths_at;
+  const auto* blob = memory<const uint32_t>(row.blob);
+  const auto* widths = memory<const uint8_t>(row.blob) + tables.widths_at;
   const uint32_t* offsets = blob + tables.offsets_at / 4;
   const auto last = static_cast<int64_t>(tables.blocks) - 1;
-  const int width = widths[index_block];
-  const uint64_t offset = offsets[index_block];
+  const int width = read_only(widths + index_block);
+  const uint64_t offset = read_only(offsets + index_block);
   bool good = true;
   if (width > kMaxWidth) {
     errors.report(block, kBadWidth, index_block);
     good = false;
   }
   if (index_block == 0 && offset != 0) errors.report(block, kBadOffset, 0);
-  if (index_block < last && offset + width != offsets[index_block + 1]) {
+  if (index_block < last && offset + width != read_only(offsets + index_block + 1)) {
     errors.report(block, kBadOffset, index_block + 1);
   }
   const uint64_t end = 32 * offset + block_bytes(entries_of(row.count, index_block), width);
@@ -217,7 +218,7 @@ PULSE_BODY int checked_width(Block& block, const UnpackRow& row, const IndexTabl
   if (index_block == last && end != payload) errors.report(block, kBadPayload, index_block);
   if (index_block == last) {
     for (uint64_t at = tables.widths_at + tables.blocks; at < tables.payload_at; ++at) {
-      if (reinterpret_cast<const uint8_t*>(row.blob)[at] != 0) errors.report(block, kBadPad, index_block);
+      if (read_only(memory<const uint8_t>(row.blob) + at) != 0) errors.report(block, kBadPad, index_block);
     }
   }
   return good && end <= payload ? width : -1;
@@ -229,7 +230,7 @@ template <class Block>
 PULSE_BODY void decode_tile(Block& block, EntriesShared& shared, const UnpackRow& row, int64_t first_block,
                             const ErrorSink& errors) {
   const IndexTables tables = index_tables(row.count, row.numel);
-  const auto* blob = reinterpret_cast<const uint32_t*>(row.blob);
+  const auto* blob = memory<const uint32_t>(row.blob);
   const auto blocks = static_cast<int64_t>(tables.blocks);
   struct Steps {
     uint64_t own[kPerLane];
@@ -247,19 +248,21 @@ PULSE_BODY void decode_tile(Block& block, EntriesShared& shared, const UnpackRow
     const ErrorSink first_lane{lane == 0 ? errors.of_row : nullptr};
     const int width = checked_width(block, row, tables, index_block, first_lane);
     if (width < 0) return;
-    const uint32_t* words = blob + tables.payload_at / 4 + uint64_t{8} * blob[tables.offsets_at / 4 + index_block];
+    const uint64_t offset = read_only(blob + tables.offsets_at / 4 + index_block);
+    const uint32_t* words = blob + tables.payload_at / 4 + 8 * offset;
+    const auto word = [words](int k) { return read_only(words + k); };
     PULSE_UNROLL
     for (int k = 0; k < kPerLane; ++k) {
       const int slot = lane * kPerLane + k;
       if (slot >= used) continue;
-      const uint64_t entry = get_entry(words, slot, width);
+      const uint64_t entry = get_entry(word, slot, width);
       if (slot > 0) steps[t].own[k] = CappedSum()(entry < kMaxNumel ? entry : kMaxNumel, 1);
       sum[t] = CappedSum()(sum[t], steps[t].own[k]);
     }
     if (lane == 0) {  // bits behind the last entry are zero: one blob a set of indices
       const int stray = used * width % 32;
-      const bool bad = stray != 0 && words[used * width / 32] >> stray != 0;
-      if (bad || get_entry(words, 0, width) != 0) errors.report(block, kBadBlock, index_block);
+      const bool bad = stray != 0 && word(used * width / 32) >> stray != 0;
+      if (bad || get_entry(word, 0, width) != 0) errors.report(block, kBadBlock, index_block);
     }
   });
   block.warp_exclusive_scan(sum, CappedSum());
@@ -312,9 +315,9 @@ PULSE_BODY void unpack_tile(Block& block, EntriesShared& shared, const int64_t* 
 
 template <class Value>
 PULSE_HD void exchange_one(const UnpackRow& row, uint64_t position, int64_t k, uint8_t* old_values) {
-  Value* weight = reinterpret_cast<Value*>(row.weight) + position;
+  Value* weight = memory<Value>(row.weight) + position;
   if (old_values != nullptr) reinterpret_cast<Value*>(old_values + row.out_at)[k] = *weight;
-  *weight = reinterpret_cast<const Value*>(row.values)[k];
+  *weight = read_only(memory<const Value>(row.values) + k);
 }
 
 // Unpacks and scatters at once, from blobs that unpack_tile found good; positions are nowhere stored. old_values: null,

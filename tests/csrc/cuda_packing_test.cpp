@@ -319,7 +319,8 @@ void check_entries() {
       }
       CHECK(made == words);
       bool same = true;
-      for (int slot = 0; slot < used; ++slot) same &= pulse::get_entry(words.data(), slot, width) == entries[slot];
+      const auto word = [&](int k) { return words.at(k); };
+      for (int slot = 0; slot < used; ++slot) same &= pulse::get_entry(word, slot, width) == entries[slot];
       CHECK(same);
     }
   }
