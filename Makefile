@@ -1,10 +1,10 @@
-# Every target sets itself up: a virtual environment in .venv, pinned dependencies, the CPU library. Needs python3 >= 3.10
-# and, for the CPU library, a C++17 compiler.
+# Every target sets itself up: a virtual environment in .venv, pinned dependencies, the compiled libraries. Needs
+# python3 >= 3.10, for the CPU library a C++17 compiler, for the CUDA library also nvcc of CUDA 12.8 or later.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-SOURCES := setup.py $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := setup.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 PYTEST_ARGS ?=
 
 .PHONY: help setup demo test bench sanitize lint wheel clean
@@ -13,9 +13,9 @@ help:
 	@echo "make demo      an RL run whose rollout workers follow the trainer by patches (about 2 minutes)"
 	@echo "make test      the test suite"
 	@echo "make bench     benchmarks beside eager PyTorch; writes docs/performance.md"
-	@echo "make sanitize  csrc under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make sanitize  csrc, CUDA kernel bodies too, under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint      ruff and mypy"
-	@echo "make wheel     a wheel in dist/"
+	@echo "make wheel     a wheel in dist/, with the CUDA library where nvcc is; PULSE_CUDA=1 demands it"
 
 setup: $(VENV)/.built
 

@@ -1,14 +1,18 @@
-"""Builds the CPU library (csrc/cpu) as pulse_kernels/_cpu.abi3.so on the LibTorch stable ABI.
+"""Builds pulse_kernels/_cpu.abi3.so (csrc/cpu) and _cuda.abi3.so (csrc/cuda) on the LibTorch stable ABI.
 
-PULSE_NATIVE=0 leaves it out; so does a machine without a C++ compiler, and the package then works through its reference
-back end. MAX_JOBS bounds parallel compilation. Nothing here touches the network.
+PULSE_NATIVE=0 leaves both out; so does a machine without a C++ compiler, and the package then works through its
+reference back end. The CUDA library needs nvcc of CUDA 12.8 or later ($NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin or PATH),
+but no GPU and no CUDA build of torch: it is left out where there is no such nvcc. PULSE_CUDA=1 makes that an error,
+PULSE_CUDA=0 leaves it out always. MAX_JOBS bounds parallel compilation. Nothing here touches the network.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +42,8 @@ X86_FLAGS = {
         "-Wno-uninitialized",  # GCC 12 warns inside its own intrinsics
     ],
 }
+CUDA_ARCHITECTURES = (80, 90, 100, 120)  # and PTX of the last, for what comes after
+OLDEST_NVCC = (12, 8)  # the first that knows sm_100 and sm_120
 
 
 def say(message: str) -> None:
@@ -48,6 +54,19 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+class CudaExtension(Extension):
+    """Compiled and linked by ``nvcc``."""
+
+    def __init__(self, name: str, nvcc: str, **arguments: object):
+        super().__init__(name, **arguments)  # type: ignore[arg-type]
+        self.nvcc = nvcc
+
+
+def run(command: list[str]) -> None:
+    print(*command, flush=True)
+    subprocess.run(command, check=True)
+
+
 class BuildExt(build_ext):
     """Compiles each source with its own flags, MAX_JOBS at a time."""
 
@@ -55,6 +74,44 @@ class BuildExt(build_ext):
         objects_dir = Path(self.build_temp) / ext.name
         objects_dir.mkdir(parents=True, exist_ok=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        if isinstance(ext, CudaExtension):
+            self.build_cuda(ext, objects_dir, jobs)
+        else:
+            self.build_cpp(ext, objects_dir, jobs)
+
+    def build_cuda(self, ext: CudaExtension, objects_dir: Path, jobs: int) -> None:
+        host = [flag for flag in COMMON_FLAGS if flag.startswith("-f")]
+        compiler = [ext.nvcc, "-ccbin", os.environ["CXX"].split(" ")[0], "-std=c++17", "-O3"]
+        compiler += [f"-Xcompiler={','.join(['-fPIC', *host])}"]
+        targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
+        targets += [f"-gencode=arch=compute_{CUDA_ARCHITECTURES[-1]},code=compute_{CUDA_ARCHITECTURES[-1]}"]
+        names = ",".join(map(str, CUDA_ARCHITECTURES))
+        includes = [f"-I{folder}" for folder in ext.include_dirs]
+        defines = [*(flag for flag in COMMON_FLAGS if flag.startswith("-D")), f'-DPULSE_CUDA_ARCHITECTURES="{names}"']
+
+        def compile_one(source: str) -> str:
+            target = str(objects_dir / f"{Path(source).name}.o")
+            flags = [*targets, "--compress-mode=size"] if source.endswith(".cu") else [*includes, *defines]
+            run([*compiler, *flags, "-c", source, "-o", target])
+            return target
+
+        with ThreadPoolExecutor(max(jobs, 1)) as pool:
+            objects = list(pool.map(compile_one, ext.sources))
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # libtorch.so is what brings libtorch_cuda.so in a CUDA build: needed although a CPU build's has none of the
+        # symbols. The CUDA runtime comes along, and stays inside: torch's own has the same symbols.
+        linker = ["--no-as-needed", "--exclude-libs=ALL", "--strip-all"]
+        run(
+            [
+                *(*compiler, "-shared", "--cudart=static", *objects, "-o", str(library)),
+                *(f"-Xlinker={flag}" for flag in linker),
+                *(f"-L{folder}" for folder in ext.library_dirs),
+                *(f"-l{name}" for name in ext.libraries),
+            ]
+        )
+
+    def build_cpp(self, ext: Extension, objects_dir: Path, jobs: int) -> None:
 
         def compile_one(source: str) -> list[str]:
             flags = [*COMMON_FLAGS, *(X86_FLAGS.get(Path(source).name, []) if is_x86() else [])]
@@ -98,30 +155,100 @@ def compiler_works() -> bool:
         return os.system(command + " > /dev/null 2>&1") == 0
 
 
-def extensions() -> list[Extension]:
-    if os.environ.get("PULSE_NATIVE") == "0":
-        say("PULSE_NATIVE=0: installing without the CPU library")
+def find_nvcc() -> str | None:
+    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    names = [os.environ.get("NVCC"), *(str(Path(folder, "bin", "nvcc")) for folder in folders if folder), "nvcc"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def why_no_cuda(nvcc: str | None, torch_version: str, torch_cuda: str | None) -> str:
+    """Empty where the CUDA library can be built; else what is there, what is needed, and what to do."""
+    torch_is = f"torch {torch_version} ({f'CUDA {torch_cuda}' if torch_cuda else 'a CPU build'})"
+    wanted = f"CUDA {torch_cuda.split('.')[0]}.x" if torch_cuda else "CUDA"
+    fix = f"install a toolkit of {wanted}, {'.'.join(map(str, OLDEST_NVCC))} or later, and name it in CUDA_HOME"
+    if sys.platform != "linux":
+        return f"{sys.platform} is not supported, only linux"
+    if nvcc is None:
+        return f"no nvcc in $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin or PATH, beside {torch_is}; {fix}"
+    version = nvcc_version(nvcc)
+    if version is None:
+        return f"{nvcc} --version tells no release, beside {torch_is}; {fix}"
+    nvcc_is = f"{nvcc} is of CUDA {version[0]}.{version[1]}"
+    if version < OLDEST_NVCC or (torch_cuda and version[0] != int(torch_cuda.split(".")[0])):
+        return f"{nvcc_is}, beside {torch_is}; {fix}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text("__global__ void probe() {}\n")
+        host = os.environ["CXX"].split(" ")[0]
+        command = [nvcc, "-ccbin", host, "-std=c++17", "-c", str(source), "-o", f"{source}.o"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return f"{nvcc_is} and does not compile with {host} ({done.stderr.strip()[:300]}); name another in CXX"
+    return ""
+
+
+def cuda_extensions(torch_dir: Path, torch_version: str, torch_cuda: str | None) -> list[Extension]:
+    wish = os.environ.get("PULSE_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"pulse_kernels: PULSE_CUDA={wish}: expected 1 (required), 0 (left out) or nothing")
+    if wish == "0":
+        say("PULSE_CUDA=0: installing without the CUDA library")
         return []
-    if not compiler_works():
-        say("no working C++17 compiler (tried $CXX, c++, g++, clang++): installing without the CPU library")
+    nvcc = find_nvcc()
+    reason = why_no_cuda(nvcc, torch_version, torch_cuda)
+    if reason and wish == "1":
+        raise SystemExit(f"pulse_kernels: PULSE_CUDA=1, but the CUDA library cannot be built: {reason}")
+    if reason or nvcc is None:
+        say(f"installing without the CUDA library: {reason}")
         return []
-    try:
-        import torch
-    except ImportError:
-        say("torch is not importable in the build environment: installing without the CPU library")
-        return []
-    torch_dir = Path(torch.__file__).parent
+    say(f"building the CUDA library with {nvcc} for sm_{', sm_'.join(map(str, CUDA_ARCHITECTURES))} and PTX")
+    folder = ROOT / "csrc" / "cuda"
     return [
-        Extension(
-            "pulse_kernels._cpu",
-            sources=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))],
+        CudaExtension(
+            "pulse_kernels._cuda",
+            nvcc,
+            sources=[str(path.relative_to(ROOT)) for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cpp")])],
             include_dirs=[str(torch_dir / "include")],
             library_dirs=[str(torch_dir / "lib")],
-            libraries=["torch", "torch_cpu", "c10"],
+            libraries=["torch"],
             py_limited_api=True,
             depends=[str(path) for path in (ROOT / "csrc").rglob("*.h")],
         )
     ]
+
+
+def extensions() -> list[Extension]:
+    if os.environ.get("PULSE_NATIVE") == "0":
+        say("PULSE_NATIVE=0: installing without the compiled libraries")
+        return []
+    missing = "" if compiler_works() else "no working C++17 compiler (tried $CXX, c++, g++, clang++)"
+    if not missing:
+        try:
+            import torch
+        except ImportError:
+            missing = "torch is not importable in the build environment"
+    if missing:
+        if os.environ.get("PULSE_CUDA") == "1":
+            raise SystemExit(f"pulse_kernels: PULSE_CUDA=1, but the CUDA library cannot be built: {missing}")
+        say(f"{missing}: installing without the compiled libraries")
+        return []
+    torch_dir = Path(torch.__file__).parent
+    cpu = Extension(
+        "pulse_kernels._cpu",
+        sources=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))],
+        include_dirs=[str(torch_dir / "include")],
+        library_dirs=[str(torch_dir / "lib")],
+        libraries=["torch", "torch_cpu", "c10"],
+        py_limited_api=True,
+        depends=[str(path) for path in (ROOT / "csrc").rglob("*.h")],
+    )
+    return [cpu, *cuda_extensions(torch_dir, torch.__version__, torch.version.cuda)]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt, "bdist_wheel": Abi3Wheel})

@@ -1,5 +1,6 @@
 """Import and round trip of an installed wheel, run from outside the checkout: check_wheel.py native|reference."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,4 +38,12 @@ with tempfile.TemporaryDirectory() as folder:
 doctor = subprocess.run([sys.executable, "-m", "pulse_kernels", "doctor"], capture_output=True, text=True, check=True)
 native = any(line.split()[:2] == ["yes", "cpu"] for line in doctor.stdout.splitlines())
 assert native == (wanted == "native"), doctor.stdout
+cuda = next(line for line in doctor.stdout.splitlines() if line.split()[1:2] == ["cuda"])
+if os.environ.get("PULSE_NATIVE") == "0":
+    expected = "PULSE_NATIVE=0 is set"
+elif not list(Path(pk.__file__).parent.glob("_cuda*.so")):
+    expected = "not built"
+else:
+    expected = "sm_80, sm_90, sm_100, sm_120" if torch.version.cuda else "is a CPU-only build"
+assert expected in cuda, cuda
 print(f"wheel check passed ({wanted}): {indices.numel()} changes, {pk.__file__}")

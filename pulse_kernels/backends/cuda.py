@@ -28,6 +28,11 @@ _ERRORS = (  # by class, see UnpackError in csrc/cuda/packing.h
 )
 
 
+def architectures() -> list[str]:
+    """What the library was compiled for, such as ``sm_90``; it has PTX of the last, for later GPUs."""
+    return [f"sm_{number}" for number in str(_raw.architectures()).split(",")]
+
+
 # ---- compaction -----------------------------------------------------------------------------------------------------
 
 

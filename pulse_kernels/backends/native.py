@@ -27,23 +27,43 @@ class Library:
     reason: str
 
 
+def _load(name: str, operator: str, not_built: str, why_not: str = "") -> Library:
+    """Load ``_<name>.abi3.so`` and look for one of its operators; ``why_not`` tells why that cannot succeed here."""
+    if os.environ.get("PULSE_NATIVE") == "0":
+        return Library(name, None, False, "PULSE_NATIVE=0 is set")
+    found = sorted(_PACKAGE.glob(f"_{name}*.so")) + sorted(_PACKAGE.glob(f"_{name}*.dylib"))
+    if not found:
+        return Library(name, None, False, f"not built: {not_built}")
+    if why_not:
+        return Library(name, found[0], False, why_not)
+    try:
+        torch.ops.load_library(str(found[0]))
+        missing = not hasattr(getattr(torch.ops, f"pulse_kernels_{name}"), operator)
+    except (OSError, RuntimeError) as error:
+        # load_library says only that it failed; what it was raised from tells the symbol or library that is missing.
+        cause = error.__cause__ or error
+        return Library(name, found[0], False, f"{found[0].name} does not load in torch {torch.__version__}: {cause}")
+    if missing:
+        return Library(name, found[0], False, f"{found[0].name} is of another version; reinstall pulse_kernels")
+    return Library(name, found[0], True, "")
+
+
 @functools.cache
 def cpu_library() -> Library:
     """Load ``_cpu.abi3.so`` once; never raises."""
-    if os.environ.get("PULSE_NATIVE") == "0":
-        return Library("cpu", None, False, "PULSE_NATIVE=0 is set")
-    found = sorted(_PACKAGE.glob("_cpu*.so")) + sorted(_PACKAGE.glob("_cpu*.dylib"))
-    if not found:
-        reason = "not built: no C++ compiler at install time; install one and run `pip install --force-reinstall .`"
-        return Library("cpu", None, False, reason)
-    try:
-        torch.ops.load_library(str(found[0]))
-        missing = not hasattr(torch.ops.pulse_kernels_cpu, "compact_many")
-    except (OSError, RuntimeError) as error:
-        return Library("cpu", found[0], False, f"{found[0].name} does not load in torch {torch.__version__}: {error}")
-    if missing:
-        return Library("cpu", found[0], False, f"{found[0].name} is of another version; reinstall pulse_kernels")
-    return Library("cpu", found[0], True, "")
+    not_built = "no C++ compiler at install time; install one and run `pip install --force-reinstall .`"
+    return _load("cpu", "compact_many", not_built)
+
+
+@functools.cache
+def cuda_library() -> Library:
+    """Load ``_cuda.abi3.so`` once; never raises. It needs a CUDA build of torch, but no GPU to load."""
+    not_built = (
+        "no nvcc of CUDA 12.8 or later at install time, or PULSE_CUDA=0; set CUDA_HOME and run "
+        "`PULSE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .`"
+    )
+    cpu_only = f"torch {torch.__version__} is a CPU-only build; with a CUDA build of torch the library loads"
+    return _load("cuda", "mark", not_built, "" if torch.version.cuda else cpu_only)
 
 
 @functools.cache

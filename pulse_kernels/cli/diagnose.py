@@ -66,13 +66,36 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def _triton_entry() -> dict[str, Any]:
+    from pulse_kernels.backends import triton
+
+    reason = triton.why_not()
+    return {"name": "triton", "present": not reason, "detail": reason or f"fused kernels, triton {_version_of('triton')}"}
+
+
+def _cuda_entry() -> dict[str, Any]:
+    from pulse_kernels.backends import cuda
+
+    library = native.cuda_library()
+    detail = f"{', '.join(cuda.architectures())} and PTX, {library.path}" if library.loaded else library.reason
+    return {"name": "cuda", "present": library.loaded, "detail": detail}
+
+
+def _cuda_devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    properties = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    return [
+        {"name": device.name, "architecture": f"sm_{device.major}{device.minor}", "memory_bytes": device.total_memory}
+        for device in properties
+    ]
+
+
 def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from pulse_kernels import __version__
     from pulse_kernels.backends import cpu
 
     library = native.cpu_library()
-    triton = _version_of("triton")
-    no_gpu = "GPU kernels are not part of this version"
     back_ends = [
         {
             "name": "cpu",
@@ -80,23 +103,27 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             "detail": f"{cpu.instruction_set()} kernels, {library.path}" if library.loaded else library.reason,
         },
         {"name": "reference", "present": True, "detail": "plain PyTorch, any device; what every other must equal"},
-        {
-            "name": "triton",
-            "present": False,
-            "detail": f"{no_gpu}; CUDA tensors use reference (triton {triton or 'is not installed'})",
-        },
-        {"name": "cuda", "present": False, "detail": f"{no_gpu}; CUDA tensors use reference"},
+        _triton_entry(),
+        _cuda_entry(),
     ]
+    devices = _cuda_devices()
     packages = {
-        name: _version_of(name) for name in ("torch", "numpy", "zstandard", "safetensors", "rich", "matplotlib")
+        name: _version_of(name)
+        for name in ("torch", "triton", "numpy", "zstandard", "safetensors", "rich", "matplotlib")
     }
-    environment = {name: os.environ[name] for name in ("PULSE_NATIVE", "PULSE_CPU", "MAX_JOBS") if name in os.environ}
+    environment = {
+        name: os.environ[name]
+        for name in ("PULSE_NATIVE", "PULSE_CPU", "MAX_JOBS", "TRITON_INTERPRET")
+        if name in os.environ
+    }
     data = {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
+        "torch_cuda": torch.version.cuda,
+        "cuda_devices": devices,
         "packages": packages,
         "environment": environment,
         "back_ends": back_ends,
@@ -106,6 +133,8 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         f"CPU          {_cpu_name()}, {torch.get_num_threads()} threads",
         "packages     " + "  ".join(f"{name} {version or 'absent'}" for name, version in packages.items()),
     ]
+    no_devices = f"none{'' if torch.version.cuda else ': torch is a CPU-only build'}"
+    lines.append("CUDA         " + ("  ".join(map(_device_line, devices)) or no_devices))
     if environment:
         lines.append("environment  " + "  ".join(f"{name}={value}" for name, value in environment.items()))
     lines.append("back ends")
@@ -114,6 +143,10 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if not library.loaded:
         lines.append("CPU tensors use reference: every result is the same, at a fraction of the speed")
     return 0, data, "\n".join(lines)
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    return f"{device['name']} ({device['architecture']}, {device['memory_bytes'] / 2**30:.0f} GiB)"
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

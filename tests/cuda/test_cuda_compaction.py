@@ -7,7 +7,17 @@ import torch
 from hard_values import NANS, NUMBERS, alone_in_every_lane, in_every_lane
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_helpers import DIFF_DTYPES, GATE_DTYPES, all_same_bits, altered, densities, int_bits, random_bits, same_bits, seeds
+from op_helpers import (
+    DIFF_DTYPES,
+    GATE_DTYPES,
+    all_same_bits,
+    altered,
+    densities,
+    int_bits,
+    random_bits,
+    same_bits,
+    seeds,
+)
 
 from pulse_kernels.backends import cuda, reference, two_pass
 

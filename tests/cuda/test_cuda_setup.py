@@ -1,0 +1,108 @@
+"""When setup.py builds the CUDA library, and what it says where it does not."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+SETUP = Path(__file__).parents[2] / "setup.py"
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="setup.py wants a C++ compiler first")
+
+
+@pytest.fixture
+def extensions(monkeypatch):
+    """Runs setup.py as far as deciding what to build, with torch said to be of CUDA ``torch_cuda``: the names."""
+    found: list[str] = []
+    monkeypatch.setattr(setuptools, "setup", lambda **asked: found.extend(ext.name for ext in asked["ext_modules"]))
+    for name in [name for name in os.environ if name.startswith(("PULSE_", "CUDA_", "NVCC"))]:
+        monkeypatch.delenv(name)
+    for name in ("CXX", "CC"):
+        monkeypatch.setenv(name, shutil.which("c++"))
+
+    def decide(torch_cuda: str | None = None, **environment: str) -> list[str]:
+        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found.clear()
+        runpy.run_path(str(SETUP))
+        return found
+
+    return decide
+
+
+def fake_nvcc(folder: Path, version: str) -> str:
+    """An nvcc of that version, which compiles nothing."""
+    program = folder / "nvcc"
+    program.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {version}, V{version}.1"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+CPU, BOTH = ["pulse_kernels._cpu"], ["pulse_kernels._cpu", "pulse_kernels._cuda"]
+
+
+def test_an_old_nvcc_is_told_and_left_alone(extensions, tmp_path, capfd):
+    nvcc = fake_nvcc(tmp_path, "12.4")
+    assert extensions(NVCC=nvcc) == CPU
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"pulse_kernels: installing without the CUDA library: {nvcc} is of CUDA 12.4, beside torch")
+    for part in (f"torch {torch.__version__} (a CPU build)", "a toolkit of CUDA, 12.8 or later", "CUDA_HOME"):
+        assert part in line
+    with pytest.raises(SystemExit, match=f"PULSE_CUDA=1, but the CUDA library cannot be built: {nvcc} is of CUDA 12.4"):
+        extensions(PULSE_CUDA="1")
+
+
+def test_the_major_version_must_be_that_of_torch(extensions, tmp_path, capfd):
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    with pytest.raises(SystemExit) as error:
+        extensions("12.9", NVCC=nvcc, PULSE_CUDA="1")
+    for part in (f"{nvcc} is of CUDA 13.0", f"torch {torch.__version__} (CUDA 12.9)", "a toolkit of CUDA 12.x"):
+        assert part in str(error.value)
+    assert extensions("12.9", PULSE_CUDA="") == CPU
+    capfd.readouterr()
+    assert extensions("13.2", PULSE_CUDA="1") == BOTH
+    wanted = f"building the CUDA library with {nvcc} for sm_80, sm_90, sm_100, sm_120 and PTX"
+    assert wanted in capfd.readouterr().err
+
+
+def test_cuda_home_comes_before_path(extensions, tmp_path, capfd):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    nvcc = fake_nvcc(folder, "12.8")
+    assert extensions(CUDA_HOME=str(tmp_path)) == BOTH
+    assert f"building the CUDA library with {nvcc} " in capfd.readouterr().err
+
+
+def test_no_nvcc(extensions, tmp_path, capfd):
+    for tool in ("c++", "as"):
+        if (found := shutil.which(tool)) is not None:
+            (tmp_path / tool).symlink_to(found)
+    assert extensions(PATH=str(tmp_path)) == CPU
+    assert "no nvcc in $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin or PATH" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="no nvcc in"):
+        extensions(PULSE_CUDA="1")
+
+
+def test_an_nvcc_that_does_not_work_with_the_host_compiler(extensions, tmp_path):
+    program = tmp_path / "nvcc"
+    program.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0," || { echo "no such gcc" >&2; exit 1; }\n'
+    )
+    program.chmod(0o755)
+    with pytest.raises(SystemExit, match=r"does not compile with .*c\+\+ \(no such gcc\); name another in CXX"):
+        extensions(NVCC=str(program), PULSE_CUDA="1")
+
+
+def test_left_out_when_asked(extensions, tmp_path, capfd):
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    assert extensions(NVCC=nvcc, PULSE_CUDA="0") == CPU
+    assert "PULSE_CUDA=0: installing without the CUDA library" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="expected 1"):
+        extensions(PULSE_CUDA="yes")
+    assert extensions(PULSE_CUDA="", PULSE_NATIVE="0") == []
