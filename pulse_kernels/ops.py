@@ -91,6 +91,20 @@ def _trace_row_by_row(many: Any, one: Any) -> None:
     many.py_functionalize_impl(rows)
 
 
+def _by_device(function: str, tensors: Sequence[Tensor], *columns: Sequence[Any]) -> list[Any]:
+    """The back ends' ``function`` of the rows of ``columns``, a call for each device that ``tensors`` are on."""
+    places: dict[torch.device, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(k)
+    results: list[Any] = [None] * len(tensors)
+    for device, rows in places.items():
+        call = getattr(backends.for_device(device.type), function)
+        found = call(*([column[k] for k in rows] for column in columns))
+        for k, result in zip(rows, found or [], strict=False):
+            results[k] = result
+    return results
+
+
 def _columns(rows: list[tuple[Tensor, ...]], width: int) -> tuple[list[Tensor], ...]:
     return tuple([row[k] for row in rows] for k in range(width))
 
@@ -105,8 +119,13 @@ def _visibility_fake(master: Tensor, weight: Tensor) -> Tensor:
 
 @_operator("visibility_mask(Tensor master, Tensor weight) -> Tensor", _visibility_fake)
 def _visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
-    checks.gate("visibility_mask", master, weight)
-    return backends.for_device(weight.device.type).visibility_mask(master, weight)
+    return _visibility_masks([master], [weight])[0]
+
+
+def _visibility_masks(masters: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    for master, weight in zip(masters, weights, strict=True):
+        checks.gate("visibility_mask", master, weight)
+    return _by_device("visibility_mask_many", weights, masters, weights)
 
 
 @_operator(
@@ -114,7 +133,7 @@ def _visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
     lambda masters, weights: [_visibility_fake(m, w) for m, w in zip(masters, weights, strict=True)],
 )
 def _visibility_mask_many(masters: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-    return [_visibility_mask(m, w) for m, w in zip(masters, weights, strict=True)]
+    return _visibility_masks(masters, weights)
 
 
 def visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
@@ -465,9 +484,13 @@ def _commit_fake(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor
 
 def _check_order(op: str, indices: list[Tensor], targets: list[Tensor], check: bool) -> None:
     if check:
-        for index, target in zip(indices, targets, strict=True):
-            bad = backends.for_device(index.device.type).first_bad_index(index, target.numel())
-            checks.index_order(op, index, target.numel(), bad)
+        _check_order_below(op, indices, [target.numel() for target in targets])
+
+
+def _check_order_below(op: str, indices: list[Tensor], numels: list[int]) -> None:
+    found = _by_device("first_bad_index_many", indices, indices, numels)
+    for index, numel, bad in zip(indices, numels, found, strict=True):
+        checks.index_order(op, index, numel, bad)
 
 
 @_operator(
@@ -478,12 +501,24 @@ def _check_order(op: str, indices: list[Tensor], targets: list[Tensor], check: b
 def _commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor, *, check: bool = True) -> None:
     _check_commit(theta, local, residual, indices)
     _check_order("commit_residual_", [indices], [residual], check)
-    _commit_checked(theta, local, residual, indices)
+    _write("commit_residual_many_", residual, theta, local, indices)
 
 
-def _commit_checked(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
-    theta, local, indices = checks.apart(residual, theta, local, indices)
-    backends.for_device(residual.device.type).commit_residual_(theta, local, residual, indices)
+def _write(function: str, written: Any, *read: Any) -> list[Any]:
+    """The back ends' ``function``, which writes tensors (its third column in a commit, else its first) and reads others:
+    one call where none of them overlap, else row by row, each reading what was there before it."""
+    columns = [[column] if isinstance(column, Tensor) else column for column in (written, *read)]
+    if len(columns[0]) > 1 and not checks.share_memory([tensor for column in columns for tensor in column]):
+        return _by_device(function, columns[0], *_in_order(function, columns))
+    results = []
+    for target, *others in zip(*columns, strict=True):
+        row = [[tensor] for tensor in (target, *checks.apart(target, *others))]
+        results += _by_device(function, [target], *_in_order(function, row))
+    return results
+
+
+def _in_order(function: str, columns: list[Any]) -> list[Any]:
+    return [*columns[1:3], columns[0], *columns[3:]] if function.startswith("commit") else columns
 
 
 @_operator(
@@ -498,7 +533,7 @@ def _commit_residual_many_(
     for row in zip(thetas, locals, residuals, indices, strict=True):
         _check_commit(*row)
     _check_order("commit_residual_many_", indices, residuals, check)
-    _each(_commit_checked, thetas, locals, residuals, indices)
+    _write("commit_residual_many_", residuals, thetas, locals, indices)
 
 
 def gate_residual(
@@ -572,12 +607,7 @@ def _apply_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool 
 def _apply_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> None:
     checks.patch("apply_patch_", weight, indices, values)
     _check_order("apply_patch_", [indices], [weight], check)
-    _apply_checked(weight, indices, values)
-
-
-def _apply_checked(weight: Tensor, indices: Tensor, values: Tensor) -> None:
-    indices, values = checks.apart(weight, indices, values)
-    backends.for_device(weight.device.type).apply_patch_(weight, indices, values)
+    _write("apply_patch_many_", weight, indices, values)
 
 
 @_operator(
@@ -591,7 +621,7 @@ def _apply_patch_many_(
     for row in zip(weights, indices, values, strict=True):
         checks.patch("apply_patch_many_", *row)
     _check_order("apply_patch_many_", indices, weights, check)
-    _each(_apply_checked, weights, indices, values)
+    _write("apply_patch_many_", weights, indices, values)
 
 
 def _exchange_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> Tensor:
@@ -607,12 +637,8 @@ def _exchange_fake(weight: Tensor, indices: Tensor, values: Tensor, *, check: bo
 def _exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor, *, check: bool = True) -> Tensor:
     checks.patch("exchange_patch_", weight, indices, values)
     _check_order("exchange_patch_", [indices], [weight], check)
-    return _exchange_checked(weight, indices, values)
-
-
-def _exchange_checked(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    indices, values = checks.apart(weight, indices, values)
-    return backends.for_device(weight.device.type).exchange_patch_(weight, indices, values)
+    result: Tensor = _write("exchange_patch_many_", weight, indices, values)[0]
+    return result
 
 
 @_operator(
@@ -628,7 +654,7 @@ def _exchange_patch_many_(
     for row in zip(weights, indices, values, strict=True):
         checks.patch("exchange_patch_many_", *row)
     _check_order("exchange_patch_many_", indices, weights, check)
-    return [_exchange_checked(*row) for row in zip(weights, indices, values, strict=True)]
+    return _write("exchange_patch_many_", weights, indices, values)
 
 
 _trace_row_by_row(_exchange_patch_many_, _exchange_patch_)
@@ -681,11 +707,16 @@ def _pack_fake(indices: Tensor, numel: int) -> Tensor:
 
 @_operator("pack_indices(Tensor indices, SymInt numel) -> Tensor", _pack_fake)
 def _pack_indices(indices: Tensor, numel: int) -> Tensor:
-    checks.indices("pack_indices", indices)
-    _check_numel("pack_indices", numel)
-    back_end = backends.for_device(indices.device.type)
-    checks.index_order("pack_indices", indices, numel, back_end.first_bad_index(indices, numel))
-    return back_end.pack_indices(indices, numel)
+    result: Tensor = _pack([indices], [numel])[0]
+    return result
+
+
+def _pack(indices: list[Tensor], numels: list[int]) -> list[Any]:
+    for index, numel in zip(indices, numels, strict=True):
+        checks.indices("pack_indices", index)
+        _check_numel("pack_indices", numel)
+    _check_order_below("pack_indices", indices, numels)
+    return _by_device("pack_indices_many", indices, indices, numels)
 
 
 @_operator(
@@ -693,7 +724,7 @@ def _pack_indices(indices: Tensor, numel: int) -> Tensor:
     lambda indices, numels: [_pack_fake(*row) for row in zip(indices, numels, strict=True)],
 )
 def _pack_indices_many(indices: list[Tensor], numels: list[int]) -> list[Tensor]:
-    return [_pack_indices(*row) for row in zip(indices, numels, strict=True)]
+    return _pack(indices, numels)
 
 
 def _check_packed(packed: Tensor) -> None:
@@ -707,16 +738,19 @@ def _unpack_fake(packed: Tensor, *, index_dtype: torch.dtype | None = None) -> T
     return packed.new_empty([_dynamic()], dtype=index_dtype or torch.int64)
 
 
-def _unpack(packed: Tensor, index_dtype: torch.dtype | None) -> Tensor:
-    _check_packed(packed)
-    back_end = backends.for_device(packed.device.type)
-    _, numel = backends.reference.packed_header(packed)
-    return back_end.unpack_indices(packed, checks.index_dtype("unpack_indices", numel, index_dtype))
+def _unpack(packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
+    dtypes = []
+    for blob in packed:
+        _check_packed(blob)
+        _, numel = backends.reference.packed_header(blob)
+        dtypes.append(checks.index_dtype("unpack_indices", numel, index_dtype))
+    return _by_device("unpack_indices_many", packed, packed, dtypes)
 
 
 @_operator("unpack_indices(Tensor packed, *, ScalarType index_dtype=int64) -> Tensor", _unpack_fake)
 def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -> Tensor:
-    return _unpack(packed, index_dtype)
+    result: Tensor = _unpack([packed], index_dtype)[0]
+    return result
 
 
 @_operator(
@@ -724,7 +758,7 @@ def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -
     lambda packed, *, index_dtype=torch.int64: [_unpack_fake(item, index_dtype=index_dtype) for item in packed],
 )
 def _unpack_indices_many(packed: list[Tensor], *, index_dtype: torch.dtype = torch.int64) -> list[Tensor]:
-    return [_unpack(item, index_dtype) for item in packed]
+    return _unpack(packed, index_dtype)
 
 
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
@@ -770,10 +804,15 @@ def _digest_fake(tensor: Tensor, key: int, start: int = 0) -> Tensor:
 
 @_operator("digest(Tensor tensor, int key, int start=0) -> Tensor", _digest_fake)
 def _digest(tensor: Tensor, key: int, start: int = 0) -> Tensor:
-    checks.plain_dtype("digest", "tensor", tensor)
     if start < 0:
         raise ValueError(f"digest: start is {start}, expected a position >= 0")
-    return backends.for_device(tensor.device.type).digest(tensor, key, start)
+    return _digests([tensor], [key], [start])[0]
+
+
+def _digests(tensors: list[Tensor], keys: list[int], starts: list[int]) -> list[Tensor]:
+    for tensor in tensors:
+        checks.plain_dtype("digest", "tensor", tensor)
+    return _by_device("digest_many", tensors, tensors, keys, starts)
 
 
 @_operator(
@@ -781,7 +820,7 @@ def _digest(tensor: Tensor, key: int, start: int = 0) -> Tensor:
     lambda tensors, keys: [_digest_fake(*row) for row in zip(tensors, keys, strict=True)],
 )
 def _digest_many(tensors: list[Tensor], keys: list[int]) -> list[Tensor]:
-    return [_digest(*row) for row in zip(tensors, keys, strict=True)]
+    return _digests(tensors, keys, [0] * len(tensors))
 
 
 def _check_digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor) -> None:
@@ -807,11 +846,16 @@ def _digest_update_fake(digest: Tensor, indices: Tensor, old: Tensor, new: Tenso
     "digest_update(Tensor digest, Tensor indices, Tensor old, Tensor new, int key) -> Tensor", _digest_update_fake
 )
 def _digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:
-    _check_digest_update(digest, indices, old, new)
-    back_end = backends.for_device(digest.device.type)
-    limit = backends.reference.MAX_NUMEL
-    checks.index_order("digest_update", indices, limit, back_end.first_bad_index(indices, limit))
-    return back_end.digest_update(digest, indices, old, new, key)
+    return _digest_updates([digest], [indices], [old], [new], [key])[0]
+
+
+def _digest_updates(
+    digests: list[Tensor], indices: list[Tensor], old: list[Tensor], new: list[Tensor], keys: list[int]
+) -> list[Tensor]:
+    for row in zip(digests, indices, old, new, strict=True):
+        _check_digest_update(*row)
+    _check_order_below("digest_update", indices, [backends.reference.MAX_NUMEL] * len(indices))
+    return _by_device("digest_update_many", digests, digests, indices, old, new, keys)
 
 
 @_operator(
@@ -823,7 +867,7 @@ def _digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, ke
 def _digest_update_many(
     digests: list[Tensor], indices: list[Tensor], old: list[Tensor], new: list[Tensor], keys: list[int]
 ) -> list[Tensor]:
-    return [_digest_update(*row) for row in zip(digests, indices, old, new, keys, strict=True)]
+    return _digest_updates(digests, indices, old, new, keys)
 
 
 def digest(tensor: Tensor, key: int, start: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pulse_kernels.backends.reference import dense
 from pulse_kernels.errors import PatchFormatError
 
 _raw = torch.ops.pulse_kernels_cpu
@@ -18,17 +19,13 @@ def instruction_set() -> str:
     return str(_raw.instruction_set())
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def _kind(op: str, target: Tensor) -> int:
     return _GATE_KIND[target.dtype] if op == "gate_compact" else _DIFF_KIND
 
 
 def visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
     mask = torch.empty(weight.shape, dtype=torch.bool)
-    _raw.mask(_GATE_KIND[weight.dtype], _dense(master), _dense(weight), mask)
+    _raw.mask(_GATE_KIND[weight.dtype], dense(master), dense(weight), mask)
     return mask
 
 
@@ -53,7 +50,7 @@ def compact_many(
                 apply_patch_(target, index, value)
         return indices, values, old
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
-    dense_sources, dense_targets = [_dense(t) for t in sources], [_dense(t) for t in targets]
+    dense_sources, dense_targets = [dense(t) for t in sources], [dense(t) for t in targets]
     columns = _raw.compact_many(kinds[0], dense_sources, dense_targets, [], wide, [], False, update, return_old)
     indices, values, old, _ = columns
     return indices, values, old
@@ -63,7 +60,7 @@ def diff_digest_many(
     new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype], digest_before: bool
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
-    dense_new, dense_old = [_dense(t) for t in new], [_dense(t) for t in old]
+    dense_new, dense_old = [dense(t) for t in new], [dense(t) for t in old]
     indices, values, old_values, digests = _raw.compact_many(
         _DIFF_KIND, dense_new, dense_old, [], wide, keys, digest_before, False, True
     )
@@ -82,7 +79,7 @@ def compact_out(
 ) -> None:
     in_place = update and target.is_contiguous()
     kind = _kind(op, target)
-    found = _raw.compact_out(kind, _dense(source), _dense(target), indices, values, old_values, in_place)
+    found = _raw.compact_out(kind, dense(source), dense(target), indices, values, old_values, in_place)
     count.detach().fill_(found)  # an inference tensor itself refuses outside of inference mode, after the write
     if update and not in_place and found <= indices.numel():
         apply_patch_(target, indices[:found], values[:found])
@@ -96,45 +93,45 @@ def gate_residual_many(
     index_dtypes: list[torch.dtype],
 ) -> tuple[list[Tensor], list[Tensor]]:
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
-    arguments = ([_dense(t) for t in tensors] for tensors in (thetas, locals_, residuals))
+    arguments = ([dense(t) for t in tensors] for tensors in (thetas, locals_, residuals))
     indices, values, _, _ = _raw.compact_many(_RESIDUAL_KIND[view], *arguments, wide, [], False, False, False)
     return indices, values
 
 
 def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
-    dense = _dense(residual)
-    _raw.commit(_dense(theta), _dense(local), dense)
-    apply_patch_(dense, indices, torch.zeros(indices.shape))
+    written = dense(residual)
+    _raw.commit(dense(theta), dense(local), written)
+    apply_patch_(written, indices, torch.zeros(indices.shape))
     if not residual.is_contiguous():
-        residual.detach().copy_(dense)
+        residual.detach().copy_(written)
 
 
 def first_bad_index(indices: Tensor, numel: int) -> int:
-    return int(_raw.first_bad_index(_dense(indices), numel))
+    return int(_raw.first_bad_index(dense(indices), numel))
 
 
 def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> None:
-    _raw.scatter(weight.detach(), _dense(indices), _dense(values), None)
+    _raw.scatter(weight.detach(), dense(indices), dense(values), None)
 
 
 def exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     old = torch.empty(values.shape, dtype=values.dtype)
-    _raw.scatter(weight.detach(), _dense(indices), _dense(values), old)
+    _raw.scatter(weight.detach(), dense(indices), dense(values), old)
     return old
 
 
 def gather(weight: Tensor, indices: Tensor) -> Tensor:
-    values: Tensor = _raw.gather(_dense(weight), _dense(indices))
+    values: Tensor = _raw.gather(dense(weight), dense(indices))
     return values
 
 
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
-    packed: Tensor = _raw.pack(_dense(indices), numel)
+    packed: Tensor = _raw.pack(dense(indices), numel)
     return packed
 
 
 def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
-    indices, error = _raw.unpack(_dense(packed), index_dtype is torch.int64)
+    indices, error = _raw.unpack(dense(packed), index_dtype is torch.int64)
     if error:
         raise PatchFormatError(f"packed indices: {error}; the bytes are damaged or not from pack_indices")
     result: Tensor = indices
@@ -142,17 +139,17 @@ def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
 
 
 def digest(tensor: Tensor, key: int, start: int) -> Tensor:
-    result: Tensor = _raw.digest(_dense(tensor), key, start)
+    result: Tensor = _raw.digest(dense(tensor), key, start)
     return result
 
 
 def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key: int) -> Tensor:
-    result: Tensor = _raw.digest_update(_dense(digest), _dense(indices), _dense(old), _dense(new), key)
+    result: Tensor = _raw.digest_update(dense(digest), dense(indices), dense(old), dense(new), key)
     return result
 
 
 def encode_gaps_many(indices: list[Tensor], shifts: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    tops, lows, escapes = _raw.encode_gaps_many([_dense(t) for t in indices], shifts)
+    tops, lows, escapes = _raw.encode_gaps_many([dense(t) for t in indices], shifts)
     return tops, lows, escapes
 
 
@@ -165,16 +162,16 @@ def decode_gaps(top: Tensor, low: Tensor, escapes: Tensor, start: int, stop: int
 
 
 def encode_values_many(values: list[Tensor], bases: list[Tensor] | None) -> list[Tensor]:
-    dense_bases = [] if bases is None else [_dense(t) for t in bases]
+    dense_bases = [] if bases is None else [dense(t) for t in bases]
     is_float = [int(tensor.dtype.is_floating_point) for tensor in values]
-    planes: list[Tensor] = _raw.encode_values_many([_dense(t) for t in values], dense_bases, is_float)
+    planes: list[Tensor] = _raw.encode_values_many([dense(t) for t in values], dense_bases, is_float)
     return planes
 
 
 def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
     count = planes.numel() // dtype.itemsize if base is None else base.numel()
     values = torch.empty(count, dtype=dtype)
-    base = None if base is None else _dense(base)
+    base = None if base is None else dense(base)
     if not _raw.decode_values(planes, base, dtype.is_floating_point, values):
         raise PatchFormatError("values: the codes announce another number of large changes than there are")
     return values

@@ -20,6 +20,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` contiguous and without lazy conjugation or negation; itself where it is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 # ---- rounding -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,242 @@
+"""The operators through the Triton kernels: contiguous tensors go straight in, others through a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pulse_kernels.backends import reference, tiles, two_pass
+from pulse_kernels.backends.reference import bits, dense
+from pulse_kernels.backends.tiles import Tiles
+from pulse_kernels.backends.triton import compaction, patches
+from pulse_kernels.backends.triton import digest as dense_digest
+from pulse_kernels.backends.triton.launch import constant, launch
+from pulse_kernels.backends.two_pass import GATE, TILE, Job
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+# ---- gate and compaction ---------------------------------------------------------------------------------------------
+
+
+class _Kernels:
+    def mark(self, job: Job, mask: Tensor, counts: Tensor) -> None:
+        arguments = (job.table, job.tile_rows, *_four(job.row), mask, counts)
+        launch(compaction.mark, mask.device, job.tiles, *arguments, KIND=job.kind, **_sizes(job))
+
+    def collect(
+        self,
+        job: Job,
+        mask: Tensor,
+        ends: Tensor,
+        indices: Tensor,
+        values: Tensor,
+        old_values: Tensor | None,
+        update: bool,
+    ) -> None:
+        source, target, third, _ = _four(job.row)
+        raw = bits(values), None if old_values is None else bits(old_values)
+        arguments = (
+            job.table,
+            job.tile_rows,
+            source,
+            target,
+            third,
+            mask,
+            ends,
+            job.tiles,
+            len(indices),
+            indices,
+            *raw,
+        )
+        launch(compaction.collect, mask.device, job.tiles, *arguments, KIND=job.kind, UPDATE=update, **_sizes(job))
+
+
+def _four(row: tuple[int, ...]) -> tuple[int, ...]:
+    return row[:4] if row else (0, 0, 0, 0)
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    return {"SIZE": job.size, "SOURCE_SIZE": 4 if job.kind in GATE.values() else job.size}
+
+
+_operators = two_pass.TwoPass(_Kernels())
+compact_many = _operators.compact_many
+compact_out = _operators.compact_out
+gate_residual_many = _operators.gate_residual_many
+
+
+def visibility_mask_many(masters: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    masks = [torch.empty(weight.shape, dtype=torch.bool, device=weight.device) for weight in weights]
+    sources, targets = [dense(t) for t in masters], [dense(t) for t in weights]
+    for dtype in {weight.dtype for weight in weights}:
+        rows = [k for k, weight in enumerate(weights) if weight.dtype is dtype]
+        columns = [(sources[k].data_ptr(), targets[k].data_ptr(), masks[k].data_ptr(), masks[k].numel()) for k in rows]
+        cut = tiles.cut(columns, [column[3] for column in columns], TILE, weights[0].device)
+        if cut.count:
+            arguments = (cut.table, cut.tile_rows, *_four(cut.row))
+            launch(compaction.visibility, weights[0].device, cut.count, *arguments, KIND=GATE[dtype])
+    return masks
+
+
+def commit_residual_many_(
+    thetas: list[Tensor], locals_: list[Tensor], residuals: list[Tensor], indices: list[Tensor]
+) -> None:
+    written = [dense(t) for t in residuals]
+    sources, targets = [dense(t) for t in thetas], [dense(t) for t in locals_]
+    columns = [
+        (source.data_ptr(), target.data_ptr(), residual.data_ptr(), residual.numel())
+        for source, target, residual in zip(sources, targets, written, strict=True)
+    ]
+    cut = tiles.cut(columns, [column[3] for column in columns], TILE, residuals[0].device)
+    if cut.count:
+        launch(compaction.commit, residuals[0].device, cut.count, cut.table, cut.tile_rows, *_four(cut.row))
+    _scatter(written, indices, None, None)
+    for residual, result in zip(residuals, written, strict=True):
+        if not residual.is_contiguous():
+            residual.detach().copy_(result)
+
+
+# ---- patches ---------------------------------------------------------------------------------------------------------
+
+
+def _by_sizes(indices: list[Tensor], values: list[Tensor]) -> dict[tuple[int, int], list[int]]:
+    """Rows that one launch can take: by size of an index and of a value."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, (index, value) in enumerate(zip(indices, values, strict=True)):
+        groups.setdefault((index.element_size(), value.element_size()), []).append(k)
+    return groups
+
+
+def _address(tensors: list[Tensor] | None, k: int) -> int:
+    return tensors[k].data_ptr() if tensors is not None else 0
+
+
+def _cut_changes(
+    kernel: Any, rows: list[int], indices: list[Tensor], pointers: list[list[Tensor] | None], parameters: list[int]
+) -> Tiles:
+    """Table of kernels in patches.py: a row for each tensor that changes."""
+    columns = [
+        (
+            indices[k].data_ptr(),
+            *(_address(tensors, k) for tensors in pointers),
+            indices[k].numel(),
+            parameters[k] if parameters else 0,
+        )
+        for k in rows
+    ]
+    device = indices[0].device
+    return tiles.cut(columns, [column[4] for column in columns], constant(kernel, "TILE", device), device)
+
+
+def _scatter(
+    weights: list[Tensor], indices: list[Tensor], values: list[Tensor] | None, old_values: list[Tensor] | None
+) -> None:
+    """Into contiguous weights; zeros where there are no values."""
+    indices = [dense(t) for t in indices]
+    values = None if values is None else [dense(t) for t in values]
+    for (index_size, size), rows in _by_sizes(indices, weights).items():
+        cut = _cut_changes(patches.scatter, rows, indices, [weights, values, old_values], [])
+        if cut.count:
+            row = cut.row[:5] if cut.row else (0,) * 5
+            options = {"INDEX_SIZE": index_size, "SIZE": size, "ZERO": values is None, "OLD": old_values is not None}
+            launch(patches.scatter, weights[0].device, cut.count, cut.table, cut.tile_rows, *row, **options)
+
+
+def apply_patch_many_(weights: list[Tensor], indices: list[Tensor], values: list[Tensor]) -> None:
+    _patch(weights, indices, values, keep_old=False)
+
+
+def exchange_patch_many_(weights: list[Tensor], indices: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    return _patch(weights, indices, values, keep_old=True)
+
+
+def _patch(weights: list[Tensor], indices: list[Tensor], values: list[Tensor], keep_old: bool) -> list[Tensor]:
+    old = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in values] if keep_old else []
+    rows = [k for k, weight in enumerate(weights) if weight.is_contiguous()]
+    if rows:
+        columns = [[tensors[k] for k in rows] for tensors in (weights, indices, values)]
+        _scatter(*columns, [old[k] for k in rows] if keep_old else None)
+    for k in set(range(len(weights))) - set(rows):
+        overwritten = reference.exchange_patch_(weights[k], indices[k], values[k])
+        if keep_old:
+            old[k] = overwritten
+    return old
+
+
+def gather(weight: Tensor, indices: Tensor) -> Tensor:
+    weight, indices = dense(weight), dense(indices)
+    values = torch.empty(indices.shape, dtype=weight.dtype, device=weight.device)
+    if len(indices):
+        programs = -(-len(indices) // constant(patches.gather, "TILE", weight.device))
+        arguments = indices.data_ptr(), weight.data_ptr(), values.data_ptr(), len(indices)
+        sizes = {"INDEX_SIZE": indices.element_size(), "SIZE": weight.element_size()}
+        launch(patches.gather, weight.device, programs, *arguments, **sizes)
+    return values
+
+
+def first_bad_index_many(indices: list[Tensor], numels: list[int]) -> list[int]:
+    indices = [dense(t) for t in indices]
+    found = [-1] * len(indices)
+    for (index_size, _), rows in _by_sizes(indices, indices).items():
+        cut = _cut_changes(patches.order, rows, indices, [None, None, None], numels)
+        if cut.count:
+            bad = torch.full([len(cut.rows)], _NEVER, dtype=torch.int64, device=indices[0].device)
+            row = (cut.row[0], cut.row[4], cut.row[5]) if cut.row else (0, 0, 0)
+            launch(patches.order, bad.device, cut.count, cut.table, cut.tile_rows, *row, bad, INDEX_SIZE=index_size)
+            for k, place in zip(cut.rows, bad.tolist(), strict=True):  # raising costs this synchronisation
+                found[rows[k]] = -1 if place == _NEVER else place
+    return found
+
+
+# ---- state digest ----------------------------------------------------------------------------------------------------
+
+
+def digest_many(tensors: list[Tensor], keys: list[int], starts: list[int]) -> list[Tensor]:
+    flat = [dense(t) for t in tensors]
+    device = flat[0].device
+    tile = constant(dense_digest.digest, "TILE", device)
+    results = [torch.zeros(2, dtype=torch.int64, device=device)] * len(flat)
+    for size in {t.element_size() for t in flat}:
+        rows = [k for k, t in enumerate(flat) if t.element_size() == size]
+        columns = [(flat[k].data_ptr(), flat[k].numel(), keys[k], starts[k]) for k in rows]
+        # A tensor's tiles begin at multiples of 256 positions.
+        extents = [flat[k].numel() and flat[k].numel() + starts[k] % 256 for k in rows]
+        cut = tiles.cut(columns, extents, tile, device)
+        sums = torch.zeros([len(rows), 2], dtype=torch.int64, device=device)
+        if cut.count:
+            arguments = (cut.table, cut.tile_rows, *_four(cut.row), sums)
+            launch(dense_digest.digest, device, cut.count, *arguments, SIZE=size)
+        places = dict(zip(cut.rows, sums.unbind(), strict=False))
+        for at, k in enumerate(rows):
+            results[k] = places[at].clone() if at in places else torch.zeros(2, dtype=torch.int64, device=device)
+    return results
+
+
+def diff_digest_many(
+    new: list[Tensor], old: list[Tensor], keys: list[int], index_dtypes: list[torch.dtype], digest_before: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    indices, values, old_values = compact_many("diff_compact", new, old, index_dtypes, False, True)
+    zeros = torch.zeros([len(old), 2], dtype=torch.int64, device=old[0].device)
+    before = digest_many(old, keys, [0] * len(old)) if digest_before else list(zeros)
+    change = digest_update_many(list(zeros), indices, old_values, values, keys)
+    return indices, values, old_values, list(torch.cat([torch.stack(before), torch.stack(change)], 1))
+
+
+def digest_update_many(
+    digests: list[Tensor], indices: list[Tensor], old: list[Tensor], new: list[Tensor], keys: list[int]
+) -> list[Tensor]:
+    indices, old, new = [dense(t) for t in indices], [dense(t) for t in old], [dense(t) for t in new]
+    results = [digest.detach().clone(memory_format=torch.contiguous_format) for digest in digests]
+    for (index_size, size), rows in _by_sizes(indices, old).items():
+        cut = _cut_changes(patches.digest_changes, rows, indices, [old, new, None], keys)
+        if cut.count:
+            sums = torch.zeros([len(cut.rows), 2], dtype=torch.int64, device=indices[0].device)
+            row = (*cut.row[:3], *cut.row[4:6]) if cut.row else (0,) * 5
+            arguments = (cut.table, cut.tile_rows, *row, sums)
+            launch(patches.digest_changes, sums.device, cut.count, *arguments, INDEX_SIZE=index_size, SIZE=size)
+            for k, change in zip(cut.rows, sums, strict=True):
+                results[rows[k]] += change
+    return results
