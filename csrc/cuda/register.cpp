@@ -177,6 +177,8 @@ void exchange(const Tensor& table, const Tensor& tile_rows, std::optional<Tensor
 
 std::string architectures() { return PULSE_CUDA_ARCHITECTURES; }
 
+int64_t runtime_version() { return CUDART_VERSION; }  // of the runtime inside this library: 1000 * major + 10 * minor
+
 }  // namespace
 }  // namespace pulse
 
@@ -192,6 +194,7 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cuda, m) {
   m.def("unpack(Tensor table, Tensor tile_rows, Tensor(a!) errors, Tensor(b!)? out) -> ()");
   m.def("exchange(Tensor table, Tensor tile_rows, Tensor(a!)? old_values) -> ()");
   m.def("architectures() -> str");
+  m.def("runtime_version() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cuda, CompositeExplicitAutograd, m) {
@@ -202,4 +205,5 @@ STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cuda, CompositeExplicitAutograd, m) {
   m.impl("unpack", TORCH_BOX(&pulse::unpack));
   m.impl("exchange", TORCH_BOX(&pulse::exchange));
   m.impl("architectures", TORCH_BOX(&pulse::architectures));
+  m.impl("runtime_version", TORCH_BOX(&pulse::runtime_version));
 }

@@ -63,7 +63,22 @@ def cuda_library() -> Library:
         "`PULSE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
     cpu_only = f"torch {torch.__version__} is a CPU-only build; with a CUDA build of torch the library loads"
-    return _load("cuda", "mark", not_built, "" if torch.version.cuda else cpu_only)
+    library = _load("cuda", "runtime_version", not_built, "" if torch.version.cuda else cpu_only)
+    if library.loaded and (reason := why_too_new(torch.ops.pulse_kernels_cuda.runtime_version())):
+        return Library("cuda", library.path, False, reason)
+    return library
+
+
+def why_too_new(runtime: int) -> str:
+    """Why a CUDA runtime (1000 * major + 10 * minor) may be too new for the driver under this torch; else ""."""
+    torch_cuda = torch.version.cuda or "0"
+    if int(torch_cuda.split(".")[0]) >= runtime // 1000:
+        return ""
+    built = f"{runtime // 1000}.{runtime % 1000 // 10}"
+    return (
+        f"built with CUDA {built}, which a driver for CUDA {torch_cuda} (torch {torch.__version__}) may refuse; install a "
+        f"torch of CUDA {runtime // 1000}.x, or build with nvcc of CUDA {torch_cuda.split('.')[0]}.x"
+    )
 
 
 @functools.cache

@@ -96,6 +96,15 @@ def test_the_real_library_fails_softly_in_a_cpu_only_torch(empty_package, monkey
     assert "undefined symbol: aoti_torch_get_current_cuda_stream" in library.reason
 
 
+def test_a_runtime_newer_than_that_of_torch_is_not_used(monkeypatch):
+    """Its kernels would fail at the first launch under a driver that is just new enough for torch."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert native.why_too_new(12090) == ""
+    assert native.why_too_new(13000).startswith("built with CUDA 13.0, which a driver for CUDA 12.8")
+    monkeypatch.setattr(torch.version, "cuda", "14.1")
+    assert native.why_too_new(13000) == ""
+
+
 def test_switched_off(capsys, monkeypatch):
     monkeypatch.setenv("PULSE_NATIVE", "0")
     report = doctor(capsys)

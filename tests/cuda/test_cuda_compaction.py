@@ -33,7 +33,7 @@ def assert_compacts(simulated, op, sources, targets, *, update=True, wide=False)
     expected_targets = [target.clone() for target in targets]
     expected = reference.compact_many(op, sources, expected_targets, dtypes, update, True)
     simulated.allow(*sources, *targets)
-    found = two_pass.compact_many(cuda, op, sources, targets, dtypes, update, True)
+    found = two_pass.TwoPass(cuda).compact_many(op, sources, targets, dtypes, update, True)
     for mine, theirs in zip(found, expected, strict=True):
         assert all_same_bits(mine, theirs)
     assert all_same_bits(targets, expected_targets)
@@ -126,7 +126,7 @@ def test_residual_gate(simulated, view):
     dtypes = [torch.int32] * 4
     expected = reference.gate_residual_many(thetas, locals_, residuals, view, dtypes)
     simulated.allow(*thetas, *locals_, *residuals)
-    found = two_pass.gate_residual_many(cuda, thetas, locals_, residuals, view, dtypes)
+    found = two_pass.TwoPass(cuda).gate_residual_many(thetas, locals_, residuals, view, dtypes)
     assert all_same_bits(found[0], expected[0])
     assert all_same_bits(found[1], expected[1])
     assert 0 < found[0][0].numel() < thetas[0].numel()
@@ -142,7 +142,7 @@ def test_too_many_changes_for_the_buffers_change_nothing(simulated, spare):
     indices, values = torch.full((capacity,), -1, dtype=torch.int32), torch.zeros(capacity, dtype=torch.bfloat16)
     old, count = values.clone(), torch.zeros(1, dtype=torch.int64)
     simulated.allow(master, weight)
-    two_pass.compact_out(cuda, "gate_compact", master, weight, indices, values, count, old, True)
+    two_pass.TwoPass(cuda).compact_out("gate_compact", master, weight, indices, values, count, old, True)
     assert int(count) == changes
     expected = before.clone()
     if spare < 0:
