@@ -72,12 +72,13 @@ def cuda_library() -> Library:
 def why_too_new(runtime: int) -> str:
     """Why a CUDA runtime (1000 * major + 10 * minor) may be too new for the driver under this torch; else ""."""
     torch_cuda = torch.version.cuda or "0"
-    if int(torch_cuda.split(".")[0]) >= runtime // 1000:
+    major = torch_cuda.split(".")[0]
+    if int(major) >= runtime // 1000:
         return ""
-    built = f"{runtime // 1000}.{runtime % 1000 // 10}"
     return (
-        f"built with CUDA {built}, which a driver for CUDA {torch_cuda} (torch {torch.__version__}) may refuse; install a "
-        f"torch of CUDA {runtime // 1000}.x, or build with nvcc of CUDA {torch_cuda.split('.')[0]}.x"
+        f"built with CUDA {runtime // 1000}.{runtime % 1000 // 10}, which a driver for CUDA {torch_cuda} (torch "
+        f"{torch.__version__}) may refuse; install a torch of CUDA {runtime // 1000}.x, or build with an "
+        f"nvcc of CUDA {major}.x"
     )
 
 
