@@ -97,13 +97,10 @@ PULSE_BODY void pack_tile(Block& block, EntriesShared& shared, const int64_t* ta
     const int64_t index_block = first_block + warp_of(t);
     const int used = entries_of(row.count, index_block);
     if (used == 0) return;
-    // Masked: the table of widths, not the list, decides what fits.
-    const uint64_t mask = low_bits(own_widths[index_block]);
     PULSE_UNROLL
     for (int k = 0; k < kPerLane; ++k) {
       const int slot = k * kLanes + lane_of(t);
-      shared.entries[warp_of(t)][slot] =
-          slot < used ? entry_at(row, index_block * kIndexBlock, slot) & mask : 0;
+      if (slot < used) shared.entries[warp_of(t)][slot] = entry_at(row, index_block * kIndexBlock, slot);
     }
   });
   block.barrier();

@@ -70,7 +70,11 @@ def _triton_entry() -> dict[str, Any]:
     from pulse_kernels.backends import triton
 
     reason = triton.why_not()
-    return {"name": "triton", "present": not reason, "detail": reason or f"fused kernels, triton {_version_of('triton')}"}
+    return {
+        "name": "triton",
+        "present": not reason,
+        "detail": reason or f"fused kernels, triton {_version_of('triton')}",
+    }
 
 
 def _cuda_entry() -> dict[str, Any]:

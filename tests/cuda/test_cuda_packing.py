@@ -200,8 +200,9 @@ def test_a_last_position_just_outside_is_refused(simulated, count, width):
 
 def test_blocks_out_of_order_are_refused(simulated):
     blob = reference.pack_indices(torch.arange(5, 262), 300)
-    with pytest.raises(PatchFormatError, match="block 1"):
-        by_kernel(damaged(damaged(blob, 36, 4), 37, 0))
+    for low, high in ((4, 1), (4, 0), (5, 0)):  # on the last position of block 0, before its first, on its first
+        with pytest.raises(PatchFormatError, match="block 1"):
+            by_kernel(damaged(damaged(blob, 36, low), 37, high))
 
 
 @few
