@@ -3,6 +3,8 @@
 from pulse_kernels import codec as _codec  # noqa: F401  # installs itself behind Patch.to_bytes and its kin
 from pulse_kernels.errors import BaseMismatchError, CheckpointError, PatchFormatError, PulseError, VerificationError
 from pulse_kernels.ops import (
+    apply_packed_patch_,
+    apply_packed_patch_many_,
     apply_patch_,
     apply_patch_many_,
     commit_residual_,
@@ -14,6 +16,8 @@ from pulse_kernels.ops import (
     digest_many,
     digest_update,
     digest_update_many,
+    exchange_packed_patch_,
+    exchange_packed_patch_many_,
     exchange_patch_,
     exchange_patch_many_,
     gate_compact,
@@ -42,6 +46,8 @@ __all__ = [
     "StateDigest",
     "TensorPatch",
     "VerificationError",
+    "apply_packed_patch_",
+    "apply_packed_patch_many_",
     "apply_patch_",
     "apply_patch_many_",
     "commit_residual_",
@@ -53,6 +59,8 @@ __all__ = [
     "digest_many",
     "digest_update",
     "digest_update_many",
+    "exchange_packed_patch_",
+    "exchange_packed_patch_many_",
     "exchange_patch_",
     "exchange_patch_many_",
     "gate_compact",

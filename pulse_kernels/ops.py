@@ -794,6 +794,114 @@ def unpack_indices_many(packed: Sequence[Tensor], *, index_dtype: torch.dtype | 
     return _unpack_indices_many(list(packed), index_dtype=index_dtype) if packed else []
 
 
+# ---- patches whose indices are packed --------------------------------------------------------------------------------
+
+
+def _check_packed_patch(op: str, weight: Tensor, packed: Tensor, values: Tensor) -> None:
+    checks.plain_dtype(op, "weight", weight)
+    checks.writable(op, "weight", weight)
+    checks.has_dtype(op, "packed", packed, (torch.uint8,))
+    checks.vector(op, "packed", packed)
+    checks.has_dtype(op, "values", values, (weight.dtype,))
+    checks.vector(op, "values", values)
+    checks.same_place(op, weight=weight, packed=packed, values=values)
+
+
+def _write_packed(
+    op: str, weights: list[Tensor], packed: list[Tensor], values: list[Tensor], keep_old: bool
+) -> list[Any]:
+    """Every blob is checked before the first weight is written. Back ends that can apply without laying the indices
+    out do so, for weights that nothing else of the call overlaps."""
+    for row in zip(weights, packed, values, strict=True):
+        _check_packed_patch(op, *row)
+    back_end = backends.for_device(weights[0].device.type)
+    together = len({weight.device for weight in weights}) == 1 and all(weight.is_contiguous() for weight in weights)
+    if "cuda" in back_end.names and together and not checks.share_memory([*weights, *packed, *values]):
+        return list(back_end.exchange_packed_many_(weights, packed, values, keep_old))
+    dtypes = []
+    for k, (weight, blob, value) in enumerate(zip(weights, packed, values, strict=True)):
+        dtypes.append(checks.index_dtype(op, backends.reference.check_packed_fits(k, weight, blob, value), None))
+    indices = _by_device("unpack_indices_many", packed, packed, dtypes)
+    return _write("exchange_patch_many_" if keep_old else "apply_patch_many_", weights, indices, values)
+
+
+def _exchange_packed_fake(weight: Tensor, packed: Tensor, values: Tensor) -> Tensor:
+    _check_packed_patch("exchange_packed_patch_", weight, packed, values)
+    return values.new_empty(values.shape)
+
+
+@_operator(
+    "apply_packed_patch_(Tensor(a!) weight, Tensor packed, Tensor values) -> ()",
+    lambda weight, packed, values: _check_packed_patch("apply_packed_patch_", weight, packed, values),
+    (0,),
+)
+def _apply_packed_patch_(weight: Tensor, packed: Tensor, values: Tensor) -> None:
+    _write_packed("apply_packed_patch_", [weight], [packed], [values], False)
+
+
+@_operator(
+    "apply_packed_patch_many_(Tensor(a!)[] weights, Tensor[] packed, Tensor[] values) -> ()",
+    lambda weights, packed, values: _each(
+        lambda *row: _check_packed_patch("apply_packed_patch_many_", *row), weights, packed, values
+    ),
+    (0,),
+)
+def _apply_packed_patch_many_(weights: list[Tensor], packed: list[Tensor], values: list[Tensor]) -> None:
+    _write_packed("apply_packed_patch_many_", weights, packed, values, False)
+
+
+@_operator(
+    "exchange_packed_patch_(Tensor(a!) weight, Tensor packed, Tensor values) -> Tensor", _exchange_packed_fake, (0,)
+)
+def _exchange_packed_patch_(weight: Tensor, packed: Tensor, values: Tensor) -> Tensor:
+    result: Tensor = _write_packed("exchange_packed_patch_", [weight], [packed], [values], True)[0]
+    return result
+
+
+@_operator(
+    "exchange_packed_patch_many_(Tensor(a!)[] weights, Tensor[] packed, Tensor[] values) -> Tensor[]",
+    lambda weights, packed, values: [_exchange_packed_fake(*row) for row in zip(weights, packed, values, strict=True)],
+    (0,),
+)
+def _exchange_packed_patch_many_(weights: list[Tensor], packed: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    return _write_packed("exchange_packed_patch_many_", weights, packed, values, True)
+
+
+_trace_row_by_row(_exchange_packed_patch_many_, _exchange_packed_patch_)
+
+
+def apply_packed_patch_(weight: Tensor, packed: Tensor, values: Tensor) -> None:
+    """``apply_patch_(weight, unpack_indices(packed), values)``; with the CUDA library the indices of a contiguous
+    weight are never laid out in memory.
+
+    weight: any shape, a dtype of 1, 2, 4 or 8 bytes, of as many elements as the indices were packed for. packed: uint8
+    [bytes], from ``pack_indices``. values: [n], the weight's dtype, as many as there are indices. Trusts nothing:
+    raises PatchFormatError where the bytes are off in any bit or do not fit weight and values; nothing is written then.
+    """
+    _apply_packed_patch_(weight, packed, values)
+
+
+def apply_packed_patch_many_(weights: Sequence[Tensor], packed: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """``apply_packed_patch_`` of each; all arguments are checked before the first weight is written."""
+    checks.equally_many("apply_packed_patch_many_", weights=weights, packed=packed, values=values)
+    if weights:
+        _apply_packed_patch_many_(list(weights), list(packed), list(values))
+
+
+def exchange_packed_patch_(weight: Tensor, packed: Tensor, values: Tensor) -> Tensor:
+    """``apply_packed_patch_`` that returns the overwritten values [n]: applying them with ``packed`` undoes the
+    patch."""
+    return _exchange_packed_patch_(weight, packed, values)
+
+
+def exchange_packed_patch_many_(
+    weights: Sequence[Tensor], packed: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """``exchange_packed_patch_`` of each; all arguments are checked before the first weight is written."""
+    checks.equally_many("exchange_packed_patch_many_", weights=weights, packed=packed, values=values)
+    return _exchange_packed_patch_many_(list(weights), list(packed), list(values)) if weights else []
+
+
 # ---- state digest ----------------------------------------------------------------------------------------------------
 
 

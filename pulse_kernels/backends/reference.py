@@ -305,6 +305,27 @@ def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
     return out.to(index_dtype)
 
 
+def check_packed_fits(k: int, weight: Tensor, packed: Tensor, values: Tensor) -> int:
+    """The numel of a blob that fits weight and values, the k-th of a call; else PatchFormatError."""
+    count, numel = packed_header(packed)
+    if (count, numel) != (values.numel(), weight.numel()):
+        raise PatchFormatError(
+            f"packed indices {k}: {count} of {numel} elements, but there are {values.numel()} values for a weight "
+            f"of {weight.numel()} elements"
+        )
+    return numel
+
+
+def exchange_packed_many_(
+    weights: list[Tensor], packed: list[Tensor], values: list[Tensor], keep_old: bool
+) -> list[Tensor]:
+    for k, row in enumerate(zip(weights, packed, values, strict=True)):
+        check_packed_fits(k, *row)
+    indices = [unpack_indices(blob, torch.int64) for blob in packed]
+    old_values = [exchange_patch_(*row) for row in zip(weights, indices, values, strict=True)]
+    return old_values if keep_old else [old[:0] for old in old_values]
+
+
 # ---- state digest ---------------------------------------------------------------------------------------------------
 #
 # digest[lane] = sum_i bits_i * M(lane, i >> 8) * T(lane, i & 255) mod 2^64, bits unsigned, M and T odd mixes of key and
