@@ -22,7 +22,7 @@ from pulse_kernels.backends import reference
 
 pytestmark = pytest.mark.gpu
 
-N = 8193 if DRY_RUN else 1_000_003
+N = 3001 if DRY_RUN else 1_000_003
 CAPACITY = N // 20
 
 
