@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pulse_kernels import checks, ops
-from pulse_kernels.backends import for_device
+from pulse_kernels import checks, ops, transfer
+from pulse_kernels.backends import for_device, reference
 from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
 from pulse_kernels.state import Params, StateDigest, named_tensors, tensor_key
 
@@ -70,6 +71,8 @@ class Codec(Protocol):
 
     def read_file(self, path: Any) -> bytes: ...
 
+    def send(self, items: Sequence[TensorPatch], profile: str) -> list[Any]: ...
+
 
 _codec: Codec | None = None
 
@@ -103,6 +106,8 @@ class Patch:
     base_digest: str = ""
     digest: str = ""
     layout: dict[str, Any] | None = None
+    # By name what ``gate`` has sent to the host for the codec, which uses it while it is what ``tensors`` holds.
+    sent: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.removed = tuple(self.removed)
@@ -114,6 +119,9 @@ class Patch:
                 raise ValueError(f"Patch: {min(both)!r} is both changed and {kind}; a tensor can only be one of them")
         if both := set(self.added) & set(self.removed):
             raise ValueError(f"Patch: {min(both)!r} is both added and removed; list a replaced tensor as added only")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "sent": {}}  # belongs to these very tensors, and to this process
 
     # ---- making one -----------------------------------------------------------------------------------------------
 
@@ -159,6 +167,74 @@ class Patch:
         removed = tuple(name for name in before if name not in after)
         state.merge(StateDigest.of(added))
         return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
+
+    @classmethod
+    def gate(
+        cls,
+        masters: Params,
+        weights: Params,
+        *,
+        update: bool = True,
+        base_version: int | None = None,
+        version: int | None = None,
+        base_digest: str | None = None,
+        profile: str | None = "balanced",
+        group_bytes: int = 1 << 30,
+    ) -> Patch:
+        """The patch that turns ``weights`` into ``masters`` rounded to their dtype: ``gate_compact_many`` of a model,
+        whose cast it replaces. The same patch as ``diff(weights before, weights after)``.
+
+        masters: FP32 tensors. weights: BF16 or FP16, the same names and shapes, written unless ``update=False``; both
+        nn.Module, dict or (name, tensor) pairs. base_digest: the digest the caller knows ``weights`` to have; without
+        it, it is taken by a pass over them. Tensors are gated group by group, about ``group_bytes`` of weights each.
+
+        On CUDA the patch keeps its tensors there. What ``to_bytes(profile)`` needs of a group travels to pinned memory
+        while the next is gated, and stays there as long as the patch; ``profile=None`` sends nothing ahead.
+
+        Raises TypeError (dtypes), ValueError (names, shapes, devices, weights that share memory but not their master)
+        before anything is written; on any later error, as for want of memory, the weights are as they were.
+        """
+        sources, targets = named_tensors(masters), named_tensors(weights)
+        _check_gate(sources, targets, update)
+        if group_bytes <= 0:
+            raise ValueError(f"Patch.gate: group_bytes is {group_bytes}, expected at least 1")
+        if profile is not None:
+            _installed_codec().send([], profile)  # ValueError unless there is such a profile
+        leaders = _gate_leaders(sources, targets) if update else {name: name for name in targets}
+        state = StateDigest.of(targets) if base_digest is None else StateDigest.fromhex(base_digest)
+        base_digest = state.hexdigest()
+        found: dict[str, TensorPatch] = {}
+        sent: dict[str, Any] = {}
+        undo: list[tuple[list[str], Sequence[list[Tensor]]]] = []
+        try:
+            for group in _gate_groups(
+                [name for name in targets if leaders[name] == name], sources, targets, group_bytes
+            ):
+                columns = ops.gate_compact_many(
+                    [sources[name] for name in group],
+                    [targets[name] for name in group],
+                    update=update,
+                    return_old=True,
+                )
+                undo.append((group, columns))
+                made = {
+                    name: TensorPatch(name, tuple(targets[name].shape), targets[name].dtype, *row)
+                    for name, *row in zip(group, *columns, strict=True)
+                    if row[0].numel()
+                }
+                found.update(made)
+                if profile is not None:
+                    away = {name: item for name, item in made.items() if transfer.is_away(item.values)}
+                    sent.update(zip(away, _installed_codec().send(list(away.values()), profile), strict=True))
+            tensors = {name: _renamed(found[leader], name) for name, leader in leaders.items() if leader in found}
+            _add_changes(state, tensors)
+        except BaseException:
+            for group, (indices, _, old_values) in undo if update else []:
+                ops.apply_patch_many_([targets[name] for name in group], indices, old_values, check=False)
+            raise
+        patch = cls(base_version, version, tensors, base_digest=base_digest, digest=state.hexdigest())
+        patch.sent = sent
+        return patch
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
@@ -358,6 +434,88 @@ def _diff_by_device(
     return [rows[name] for name in names]
 
 
+def _check_gate(masters: dict[str, Tensor], weights: dict[str, Tensor], update: bool) -> None:
+    if masters.keys() != weights.keys():
+        lone = min(masters.keys() ^ weights.keys())
+        which = "a master and no weight" if lone in masters else "a weight and no master"
+        raise ValueError(f"Patch.gate: {lone!r} has {which}; pass the same names in both")
+    for name, weight in weights.items():
+        checks.gate(f"Patch.gate of {name!r:.200}", masters[name], weight)
+        if update:
+            checks.writable(f"Patch.gate of {name!r:.200}", "weight", weight)
+
+
+def _gate_leaders(masters: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, str]:
+    """Of each weight the one to gate for it: of tied ones the first. ValueError where a write would change others."""
+    leaders = {name: name for name in weights}
+    kinds = {(0, name): tensor for name, tensor in weights.items()} | {(1, name): t for name, t in masters.items()}
+    labels = {f"{kind} {name}": (kind, name) for kind, name in kinds}
+    for group in _spans({label: kinds[key] for label, key in labels.items()}):
+        members = [labels[label] for label in group]
+        for (kind, name), (other_kind, other) in itertools.combinations(members, 2):
+            if (kind and other_kind) or not _share_elements(kinds[kind, name], kinds[other_kind, other]):
+                continue
+            if kind != other_kind:
+                raise ValueError(
+                    f"Patch.gate: the weight and the master of {name!r} and {other!r} share memory; keep them apart"
+                )
+            if not _same_place(weights[name], weights[other]) or not _same_place(masters[name], masters[other]):
+                raise ValueError(
+                    f"Patch.gate: the weights {name!r} and {other!r} share memory but are different views or have "
+                    "different masters; untie them (clone one) or tie the masters as well"
+                )
+    first: dict[tuple[Any, ...], str] = {}
+    for name, weight in weights.items():
+        if weight.numel():
+            place = (weight.device, weight.data_ptr(), tuple(weight.shape), weight.stride(), weight.dtype)
+            leaders[name] = first.setdefault(place, name)
+    return leaders
+
+
+def _gate_groups(
+    names: Sequence[str], masters: dict[str, Tensor], weights: dict[str, Tensor], group_bytes: int
+) -> Iterator[list[str]]:
+    """Names to gate at once. A group is written as a whole or not at all: what a back end works through tensor by
+    tensor (strided weights, address ranges that interleave) is a group of its own."""
+    for device in dict.fromkeys(weights[name].device for name in names):
+        here = [name for name in names if weights[name].device == device]
+        together = [name for name in here if weights[name].is_contiguous()]
+        apart = [name for name in here if not weights[name].is_contiguous()]
+        if checks.share_memory([tensor for name in together for tensor in (masters[name], weights[name])]):
+            together, apart = [], here
+        yield from ([name] for name in apart)
+        group: list[str] = []
+        size = 0
+        for name in together:
+            group.append(name)
+            size += weights[name].nbytes
+            if size >= group_bytes:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+
+def _renamed(item: TensorPatch, name: str) -> TensorPatch:
+    return item if item.name == name else replace(item, name=name)
+
+
+def _add_changes(state: StateDigest, tensors: Mapping[str, TensorPatch]) -> None:
+    """Count in what the patches change, whose indices are in order; one call and one synchronisation a device."""
+    for device in dict.fromkeys(item.values.device for item in tensors.values()):
+        here = [item for item in tensors.values() if item.values.device == device]
+        zero = torch.zeros(2, dtype=torch.int64, device=device)
+        lanes = for_device(device.type).digest_update_many(
+            [zero] * len(here),
+            [item.indices for item in here],
+            [item.old_values for item in here],
+            [item.values for item in here],
+            [tensor_key(item.name, item.dtype, item.shape) for item in here],
+        )
+        for changed in torch.stack(lanes).tolist():
+            state.add_lanes(changed)
+
+
 def _check_can_resize(patch: Patch, weights: Params) -> None:
     if (patch.added or patch.removed) and (isinstance(weights, nn.Module) or not isinstance(weights, MutableMapping)):
         names = [*patch.added, *patch.removed]
@@ -462,5 +620,5 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
 def _same_changes(a: TensorPatch, b: TensorPatch) -> bool:
     if a.indices.shape != b.indices.shape:
         return False
-    same_values = torch.equal(a.values.cpu().view(torch.uint8), b.values.cpu().view(torch.uint8))
+    same_values = torch.equal(reference.bits(a.values).cpu(), reference.bits(b.values).cpu())
     return same_values and torch.equal(a.indices.cpu().long(), b.indices.cpu().long())

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "pulse_kernels"
 # From the ground up: a module may import those of lower rows, and of its own where they are one package. A new module
 # gets its place here.
 FLOORS = [
-    {"errors", "checks", "dtypes", "backends.native"},
+    {"errors", "checks", "dtypes", "transfer", "backends.native"},
     {"backends"},
     {"ops"},
     {"state"},
@@ -29,7 +29,7 @@ FLOORS = [
     {"__main__"},
 ]
 # Leaves know nothing of the package, not even of each other.
-LEAVES = {"errors", "checks", "dtypes", "backends.native"}
+LEAVES = {"errors", "checks", "dtypes", "transfer", "backends.native"}
 
 
 def place(module: str) -> str:

@@ -4,6 +4,7 @@ differences to the base, zstd level 1). The bytes are specified in docs/format.m
 parallel.py   work spread over threads
 streams.py    parts of a stream: zstd, raw or zero
 segment.py    one segment of a tensor: indices and values
+sending.py    a patch's tensors on their way from a device to the host
 header.py     the patch header and what is refused in one
 container.py  the safetensors file around both
 """
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulse_kernels import checks
 from pulse_kernels import patch as _patch
 from pulse_kernels.backends import for_device
 from pulse_kernels.checks import INT32_NUMEL
@@ -33,11 +33,11 @@ from pulse_kernels.codec.segment import (
     SEGMENT_NUMEL,
     Changes,
     Segment,
-    bounds,
     decode_indices,
     decode_values,
     encode_segments,
 )
+from pulse_kernels.codec.sending import SentChanges, SentTensor, base_tensor, batches, send_changes, send_tensors
 from pulse_kernels.dtypes import dtype_name
 from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError
 from pulse_kernels.patch import Patch, TensorPatch
@@ -66,42 +66,6 @@ def tensor_header(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return TensorHeader(name, dtype_name(dtype), tuple(shape))
 
 
-def _old_values(item: TensorPatch, base: Mapping[str, Tensor] | None, profile: str) -> Tensor | None:
-    if profile == "fast":
-        return None
-    if item.old_values is not None:
-        return item.old_values.cpu()
-    if base is None:
-        raise ValueError(
-            f"profile {profile!r} codes the values of {item.name!r} against the base, and the patch does not know the "
-            "old values; pass base=<the old tensors>, or use profile='fast'"
-        )
-    tensor = _base_tensor(base, item.name, item.dtype, item.shape)
-    indices = item.indices.to(tensor.device)
-    return for_device(tensor.device.type).gather(tensor, indices).cpu()
-
-
-def _checked_indices(item: TensorPatch) -> Tensor:
-    """The indices on the CPU, in a dtype that holds every position; IndexError unless sorted, unique and in range."""
-    indices = item.indices.cpu().contiguous()
-    if item.numel > INT32_NUMEL:
-        indices = indices.long()
-    bad = for_device("cpu").first_bad_index(indices, item.numel)
-    checks.index_order(f"patch of {item.name!r:.200}", indices, item.numel, bad)
-    return indices
-
-
-def _base_tensor(base: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    if name not in base:
-        raise BaseMismatchError(f"the base lacks {name!r}, which the patch changes; pass the patch's own base")
-    tensor = base[name]
-    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        raise BaseMismatchError(
-            f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the base, the patch was made for {dtype} {list(shape)}"
-        )
-    return tensor
-
-
 def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
     check_profile(profile)
     header = PatchHeader(
@@ -112,25 +76,32 @@ def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> Pat
         patch.layout,
     )
     builder = PatchBuilder(header)
-    targets: list[TensorHeader] = []
-    items: list[Changes] = []
-    for target, item in zip(header.tensors, patch.tensors.values(), strict=True):
-        indices, values = _checked_indices(item), item.values.cpu()
-        old = _old_values(item, base, profile)
-        for start, numel, first, last in bounds(indices, item.numel):
-            part = slice(first, last)
-            local = indices[part] - start if start else indices[part]
-            items.append(Changes(start, numel, local, values[part], None if old is None else old[part]))
-            targets.append(target)
-    for target, tensor in zip(header.added, patch.added.values(), strict=True):
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-        for start in range(0, flat.numel(), SEGMENT_NUMEL):
-            values = flat[start : start + SEGMENT_NUMEL]
-            items.append(Changes(start, values.numel(), None, values))
-            targets.append(target)
-    for target, segment in zip(targets, encode_segments(items, profile, torch.get_num_threads()), strict=True):
-        builder.add(target, segment)
+    sent: list[SentChanges | SentTensor] = [*_send(patch, profile, base), *send_tensors(list(patch.added.values()))]
+    tensors = [*header.tensors, *header.added]
+    for batch in batches(sent):
+        coded = [(tensors[k], changes) for k in batch for changes in sent[k].changes()]
+        segments = encode_segments([changes for _, changes in coded], profile, torch.get_num_threads())
+        for (target, _), segment in zip(coded, segments, strict=True):
+            builder.add(target, segment)
     return builder
+
+
+def _send(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> list[SentChanges]:
+    """The patch's changes on their way to the host, those that ``Patch.gate`` sent and the others from now on."""
+    sent: dict[str, SentChanges] = {
+        name: patch.sent[name]
+        for name, item in patch.tensors.items()
+        if name in patch.sent and patch.sent[name].stand_for(item, profile)
+    }
+    others = [name for name in patch.tensors if name not in sent]
+    sent.update(zip(others, send_changes([patch.tensors[name] for name in others], profile, base), strict=True))
+    return [sent[name] for name in patch.tensors]
+
+
+def send(items: Sequence[TensorPatch], profile: str) -> list[SentChanges]:
+    """Begin to bring to the host what ``profile`` codes of changes that know their old values and are in order."""
+    check_profile(profile)
+    return send_changes(items, profile, check=False)
 
 
 def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes:
@@ -211,7 +182,7 @@ def decode(
         )
     if base is not None:
         for item in header.tensors:
-            _base_tensor(base, item.name, item.dtype, item.shape)
+            base_tensor(base, item.name, item.dtype, item.shape)
     _check_size(header, memoryview(buffer).nbytes, base is not None, max_decoded_bytes)
     if base is not None and header.base_digest and header.needs_base:
         _check_base_digest(header, base, current_digest)
@@ -289,6 +260,7 @@ def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class _Codec:
+    send = staticmethod(send)
     encode = staticmethod(encode)
     decode = staticmethod(decode)
     peek = staticmethod(peek)

@@ -100,7 +100,8 @@ class Changes:
     """What to code of one segment: ``values`` at ``local``, positions that count from ``start``; CPU tensors, flat.
 
     local is None where every element has a value (added tensors). old_values: what the values replace, for profiles
-    that code against them.
+    that code against them. packed: ``pack_indices`` of the positions, where a device has made it for profile "fast";
+    local is not needed then.
     """
 
     start: int
@@ -108,6 +109,7 @@ class Changes:
     local: Tensor | None
     values: Tensor
     old_values: Tensor | None = None
+    packed: Tensor | None = None
 
 
 def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) -> list[Segment]:
@@ -157,6 +159,8 @@ def _store(streams: Sequence[_Coded], threads: int) -> list[tuple[bytes, ...]]:
 
 
 def _packed(item: Changes) -> _Indices:
+    if item.packed is not None:
+        return PACKED, (raw_bytes(item.packed),), 0
     if item.local is None:
         return ALL, (), 0
     blob = for_device("cpu").pack_indices(item.local.to(torch.int32), item.numel)

@@ -41,7 +41,9 @@ def checksum(parts: Sequence[bytes | memoryview]) -> int:
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """The bytes of a tensor, little-endian, row-major."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    # One element may have any stride and still count as contiguous, but not as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:

@@ -518,3 +518,17 @@ def test_the_reference_back_end_writes_and_reads_the_same_bytes(monkeypatch: pyt
         for profile in PROFILES:
             assert patch.to_bytes(profile) == data[profile]
             assert_same_patch(pk.Patch.from_bytes(data[profile], old), patch)
+
+
+@pytest.mark.parametrize("profile", ["fast", "balanced"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_strided_columns(profile: str, count: int) -> None:
+    """Every second entry of longer tensors, one of them included: it counts as contiguous whatever its stride."""
+    positions, values = torch.arange(2 * count), torch.arange(2.0 * count)
+    rows = [(positions[::2], values[::2], values[1::2])]
+    rows.append(tuple(column.clone(memory_format=torch.contiguous_format) for column in rows[0]))
+    found = [
+        pk.Patch(tensors={"w": pk.TensorPatch("w", (20,), torch.float32, *columns)}).to_bytes(profile)
+        for columns in rows
+    ]
+    assert found[0] == found[1]
