@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench import ptx_counts
 from bench.floors import FLOORS
 from bench.results import Result, Results
 
@@ -188,6 +189,7 @@ def document(results: Results) -> Iterator[str]:
         yield from ("## Steps of both ways, random weights", "")
         yield from steps_table(found)
     yield ""
+    yield from ptx_counts.section()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -505,8 +505,8 @@ def _commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: T
 
 
 def _write(function: str, written: Any, *read: Any) -> list[Any]:
-    """The back ends' ``function``, which writes tensors (its third column in a commit, else its first) and reads others:
-    one call where none of them overlap, else row by row, each reading what was there before it."""
+    """The back ends' ``function``, which writes some tensors (the third column in a commit, else the first) and reads
+    others: one call where none of them overlap, else row by row, each reading what was there before it."""
     columns = [[column] if isinstance(column, Tensor) else column for column in (written, *read)]
     if len(columns[0]) > 1 and not checks.share_memory([tensor for column in columns for tensor in column]):
         return _by_device(function, columns[0], *_in_order(function, columns))

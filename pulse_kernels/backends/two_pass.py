@@ -186,7 +186,7 @@ class TwoPass:
         old_values: Tensor | None,
         update: bool,
     ) -> None:
-        """See ``reference.compact_out``. No synchronisation; tensors come as arguments, so a CUDA graph can capture it."""
+        """See ``reference.compact_out``. No synchronisation; the tensors are arguments, which a CUDA graph captures."""
         whole = dense(target)
         item = _Pass(self.kernels, kind_of(op, target), [dense(source)], [whole], [])
         if not item.cut.count:

@@ -23,6 +23,8 @@ from pulse_kernels.backends.triton.bits import (
     row_of,
 )
 
+CROWDED = tl.constexpr(8)  # changes in a word of 32 elements
+
 # Named in each kernel's own list: Triton would compile anew for values of 1 and multiples of 16.
 PLAIN = ["source", "target", "third", "numel", "tiles", "capacity", "out"]
 
@@ -131,13 +133,17 @@ def collect(
         t = pointer(field(table, row, 1, 5, target), SIZE) + begin
         r = pointer(field(table, row, 2, 5, third), 4) + begin
         start = tl.load(ends + tile - 1, mask=tile > 0, other=0)
+        indices += start  # places within the tile's own part then take 32 bits
+        values += start
+        if old_values is not None:
+            old_values += start
         words += tile.to(tl.int64) * (TILE // 32)
         lanes = tl.arange(0, TILE // 32)
         bits = tl.load(words + lanes)
         count = popcount(bits)
         most = tl.max(count)
-        if most <= DENSE_STEP // 128:
-            place = start + tl.cumsum(count, 0) - count
+        if most <= CROWDED:
+            place = tl.cumsum(count, 0) - count
             for _ in range(most):
                 live = bits != 0
                 at = lanes * 32 + lowest_bit(bits)
@@ -145,13 +151,14 @@ def collect(
                 place += 1
                 bits = bits & (bits - 1)
         else:
-            # A crowded word: one lane a word would spread every request over 32 places of the results.
+            # Crowded words: one lane a word would spread every request over 32 places of the results.
+            done = 0
             for k in range(0, TILE, DENSE_STEP):
                 at = k + tl.arange(0, DENSE_STEP)
                 bit = (tl.load(words + at // 32) >> (at % 32)) & 1
-                place = start + tl.cumsum(bit, 0) - bit
+                place = done + tl.cumsum(bit, 0) - bit
                 put_change(s, t, r, at, bit != 0, begin, place, indices, values, old_values, KIND, UPDATE)
-                start += tl.sum(bit)
+                done += tl.sum(bit)
 
 
 @triton.jit(do_not_specialize=PLAIN)

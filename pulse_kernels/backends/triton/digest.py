@@ -131,7 +131,7 @@ def digest(
             total0 += part0
             total1 += part1
     else:
-        for k in range(0, tl.minimum(left, TILE), STEP):
+        for k in range(0, tl.minimum(left, TILE).to(tl.int32), STEP):
             part0, part1 = sum_part(data, k, low, left, block + k // 256, seed0, seed1, slots0, slots1, SIZE, ROWS)
             total0 += part0
             total1 += part1

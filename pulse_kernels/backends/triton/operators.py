@@ -13,7 +13,7 @@ from pulse_kernels.backends.tiles import Tiles
 from pulse_kernels.backends.triton import compaction, patches
 from pulse_kernels.backends.triton import digest as dense_digest
 from pulse_kernels.backends.triton.launch import constant, launch
-from pulse_kernels.backends.two_pass import GATE, TILE, Job
+from pulse_kernels.backends.two_pass import GATE, RESIDUAL, TILE, Job
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -24,7 +24,9 @@ _NEVER = torch.iinfo(torch.int64).max
 class _Kernels:
     def mark(self, job: Job, mask: Tensor, counts: Tensor) -> None:
         arguments = (job.table, job.tile_rows, *_four(job.row), mask, counts)
-        launch(compaction.mark, mask.device, job.tiles, *arguments, KIND=job.kind, **_sizes(job))
+        # Rounding to FP16 takes so many registers that only half a step's loads fit beside them.
+        step = {"STEP": 2048} if job.kind == RESIDUAL[torch.float16] else {}
+        launch(compaction.mark, mask.device, job.tiles, *arguments, KIND=job.kind, **_sizes(job), **step)
 
     def collect(
         self,
