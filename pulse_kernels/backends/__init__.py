@@ -28,14 +28,14 @@ class BackEnd:
         lone = name.replace("_many", "")
         many = f"{lone[:-1]}_many_" if lone.endswith("_") else f"{lone}_many"
         for layer in self._layers:
-            function = getattr(layer, name, None)
+            function: Callable[..., Any] | None = getattr(layer, name, None)
             if function is None and hasattr(layer, lone):
                 function = _row_by_row(getattr(layer, lone))
             if function is None and hasattr(layer, many):
                 function = _one_row(getattr(layer, many))
             if function is not None:
                 setattr(self, name, function)
-                return function  # type: ignore[no-any-return]
+                return function
         raise AttributeError(f"no back end has {name}")
 
 
@@ -59,7 +59,8 @@ def _layers_of(name: str) -> list[Any]:
         from pulse_kernels.backends.triton import operators
 
         return [operators]
-    return {"cuda": [two_pass.TwoPass(cuda), cuda], "cpu": [cpu], "reference": [reference]}[name]
+    layers: dict[str, list[Any]] = {"cuda": [two_pass.TwoPass(cuda), cuda], "cpu": [cpu], "reference": [reference]}
+    return layers[name]
 
 
 def _why_not(name: str, device_type: str) -> str:
@@ -80,7 +81,7 @@ def _why_not(name: str, device_type: str) -> str:
 def for_device(device_type: str) -> BackEnd:
     """What computes operators on tensors of this device type."""
     asked = os.environ.get("PULSE_BACKEND")
-    wanted = NAMES if device_type == "cuda" else NAMES[2:]
+    wanted: tuple[str, ...] = NAMES if device_type == "cuda" else NAMES[2:]
     if asked:
         if asked not in NAMES:
             raise ValueError(f"PULSE_BACKEND is {asked!r}, expected one of {', '.join(NAMES)}")

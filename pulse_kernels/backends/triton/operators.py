@@ -159,8 +159,8 @@ def _patch(weights: list[Tensor], indices: list[Tensor], values: list[Tensor], k
     old = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in values] if keep_old else []
     rows = [k for k, weight in enumerate(weights) if weight.is_contiguous()]
     if rows:
-        columns = [[tensors[k] for k in rows] for tensors in (weights, indices, values)]
-        _scatter(*columns, [old[k] for k in rows] if keep_old else None)
+        here = [[tensors[k] for k in rows] for tensors in (weights, indices, values)]
+        _scatter(here[0], here[1], here[2], [old[k] for k in rows] if keep_old else None)
     for k in set(range(len(weights))) - set(rows):
         overwritten = reference.exchange_patch_(weights[k], indices[k], values[k])
         if keep_old:
