@@ -106,6 +106,14 @@ def index_order(op: str, tensor: Tensor, numel: int, bad: int) -> None:
 
 
 def gate(op: str, master: Tensor, weight: Tensor) -> None:
+    if (  # the usual case in a few comparisons: a model has hundreds of tensors
+        master.dtype is torch.float32
+        and weight.dtype in GATE_DTYPES
+        and master.shape == weight.shape
+        and master.device == weight.device
+        and master.layout is weight.layout is torch.strided
+    ):
+        return
     has_dtype(op, "master", master, (torch.float32,))
     has_dtype(op, "weight", weight, GATE_DTYPES)
     plain_dtype(op, "master", master)
@@ -155,11 +163,13 @@ def apart(written: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.clone() if share_memory([written, tensor]) else tensor for tensor in read)
 
 
-def memory_span(tensor: Tensor) -> tuple[str, int, int]:
-    """(device, first byte, byte behind the last) that a non-empty tensor reaches; sorts by place."""
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+def memory_span(tensor: Tensor) -> tuple[int, int, int]:
+    """(device number, first byte, byte behind the last) that a non-empty tensor reaches; sorts by place."""
     start = tensor.data_ptr()
-    return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
+    if tensor.is_contiguous():
+        return tensor.get_device(), start, start + tensor.numel() * tensor.element_size()
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.get_device(), start, start + (reach + 1) * tensor.element_size()
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:

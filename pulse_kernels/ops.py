@@ -57,9 +57,8 @@ def _operator(schema: str, fake: Callable[..., Any], writes: Sequence[int] = ())
 def _bump_versions(written: Sequence[Tensor | list[Tensor] | None]) -> None:
     """Tell autograd of writes that it did not see; inference tensors keep no version."""
     for item in written:
-        for tensor in [item] if isinstance(item, Tensor) else item or []:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        tensors = [item] if isinstance(item, Tensor) else item or []
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def registered_operators() -> list[str]:

@@ -542,7 +542,7 @@ def _spans(named: dict[str, Tensor]) -> Iterator[list[str]]:
     """Groups of names whose tensors overlap in memory, each group sorted by address."""
     places = sorted((*checks.memory_span(tensor), name) for name, tensor in named.items() if tensor.numel())
     group: list[str] = []
-    end: tuple[str, int] = ("", 0)
+    end = (-1, 0)  # device, address
     for device, start, stop, name in places:
         if group and (device, start) < end and device == end[0]:
             group.append(name)

@@ -7,12 +7,13 @@ memory. A raw operator is one kernel launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulse_kernels.backends.reference import BLOCK, HEADER_BYTES, dense, packed_sizes
+from pulse_kernels.backends.reference import BLOCK, HEADER_BYTES, dense, packed_sizes, read_header
+from pulse_kernels.backends.two_pass import Job
 from pulse_kernels.errors import PatchFormatError
 
 _raw: Any = torch.ops.pulse_kernels_cuda  # tests put another in its place
@@ -34,23 +35,6 @@ def architectures() -> list[str]:
 
 
 # ---- compaction -----------------------------------------------------------------------------------------------------
-
-
-class Job(Protocol):
-    """What one launch compares, as ``two_pass.Job`` has it."""
-
-    @property
-    def kind(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def tiles(self) -> int: ...
-    @property
-    def table(self) -> Tensor | None: ...
-    @property
-    def tile_rows(self) -> Tensor | None: ...
-    @property
-    def row(self) -> tuple[int, ...]: ...
 
 
 def mark(job: Job, mask: Tensor, counts: Tensor) -> None:
@@ -167,23 +151,6 @@ def pack_indices_many(indices: list[Tensor], numels: list[int]) -> list[Tensor]:
     return _parts(blobs, begins, sizes, [torch.uint8] * len(sizes))
 
 
-def _header(head: bytes, size: int) -> tuple[int, int]:
-    """(count, numel) of a blob of ``size`` bytes that begins with ``head``; else PatchFormatError."""
-    if head[:4] != b"PKIX" or head[4] != 1 or head[6:8] != b"\0\0":
-        raise PatchFormatError(f"packed indices: header {head[:8].hex()}, expected 'PKIX', version 1, two zero bytes")
-    numel, count, payload = (int.from_bytes(head[at : at + 8], "little") for at in (8, 16, 24))
-    if numel > 1 << 62 or count > numel:
-        raise PatchFormatError(f"packed indices: count {count} for numel {numel}; count <= numel <= 2^62 is required")
-    blocks, base_bytes, tables = packed_sizes(count, numel)
-    if head[5] != base_bytes:
-        raise PatchFormatError(f"packed indices: base size {head[5]}, numel {numel} needs {base_bytes}")
-    if tables + payload != size:
-        raise PatchFormatError(
-            f"packed indices: {size} bytes, but {blocks} blocks and a payload of {payload} need {tables + payload}"
-        )
-    return count, numel
-
-
 def _aligned(blob: Tensor) -> Tensor:
     blob = dense(blob)
     return blob.clone() if blob.data_ptr() % _ALIGNMENT else blob
@@ -196,11 +163,12 @@ class _Blobs:
         self.blobs, self.device = [_aligned(blob) for blob in packed], packed[0].device
         for blob in packed:
             if blob.numel() < HEADER_BYTES:
-                message = f"packed indices: {blob.numel()} bytes, a header alone takes {HEADER_BYTES}"
-                raise PatchFormatError(message)
+                read_header(b"", blob.numel())  # raises
         heads = bytes(torch.cat([blob[:HEADER_BYTES] for blob in self.blobs]).tolist())  # a synchronisation
         at = range(0, len(heads), HEADER_BYTES)
-        headers = [_header(heads[k : k + HEADER_BYTES], blob.numel()) for k, blob in zip(at, self.blobs, strict=True)]
+        headers = [
+            read_header(heads[k : k + HEADER_BYTES], blob.numel()) for k, blob in zip(at, self.blobs, strict=True)
+        ]
         self.counts, self.numels = [count for count, _ in headers], [numel for _, numel in headers]
 
     def send(self, columns: Sequence[tuple[int, int, int, int, int]]) -> None:

@@ -22,6 +22,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` contiguous and without lazy conjugation or negation; itself where it is so already."""
+    if tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -248,10 +250,13 @@ def pack_indices(indices: Tensor, numel: int) -> Tensor:
 
 def packed_header(packed: Tensor) -> tuple[int, int]:
     """(count, numel) of a packed blob whose sizes are consistent; else PatchFormatError."""
-    size = packed.numel()
+    return read_header(bytes(packed[:HEADER_BYTES].cpu().tolist()), packed.numel())
+
+
+def read_header(head: bytes, size: int) -> tuple[int, int]:
+    """The same of a blob of ``size`` bytes that begins with ``head``."""
     if size < HEADER_BYTES:
         raise PatchFormatError(f"packed indices: {size} bytes, a header alone takes {HEADER_BYTES}")
-    head = bytes(packed[:HEADER_BYTES].cpu().tolist())
     if head[:4] != b"PKIX" or head[4] != 1 or head[6:8] != b"\0\0":
         raise PatchFormatError(f"packed indices: header {head[:8].hex()}, expected 'PKIX', version 1, two zero bytes")
     numel, count, payload = (int.from_bytes(head[at : at + 8], "little") for at in (8, 16, 24))
