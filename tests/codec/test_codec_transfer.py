@@ -70,6 +70,15 @@ def test_far_parts_of_one_allocation_travel_alone() -> None:
     assert sum(source.numel() for _, source in lane.late) == 4 * (30 + 8)
 
 
+def test_a_range_may_begin_at_any_byte() -> None:
+    storage = random_bits("U8", (64,), 2)
+    tensors = [storage[1:4], storage.view(torch.int64)[1:3]]
+    with late_copies() as lane:
+        sent = transfer.to_host(tensors)
+        assert len(lane.late) == 1
+        assert all(same_bits(one.get(), tensor) for one, tensor in zip(sent, tensors, strict=True))
+
+
 def test_early_tensors_do_not_wait_for_late_ones() -> None:
     indices, values = torch.arange(4000).split(1000), torch.randn(4000, dtype=torch.float64).split(1000)
     tensors = [part for row in zip(indices, values, strict=True) for part in row]
@@ -350,8 +359,9 @@ def changes_of(name: str) -> list[tuple[str, Callable[[pk.Patch], None]]]:
 def test_a_patch_that_was_changed_since_is_sent_as_it_is_now(
     what: str, change: Callable[[pk.Patch], None], profile: str
 ) -> None:
-    with late_copies():
+    with late_copies() as lane:
         patch = pk.Patch.gate(*model(3), profile=profile)
+        lane.wait(len(lane.late))  # as it was
         change(patch)
         found = patch.to_bytes(profile)
     patch.sent = {}
