@@ -37,12 +37,12 @@ have; Python >= 3.10. Nothing is downloaded. Bring wheels, for the Python there,
 install them with `pip install --no-index --no-deps *.whl`. The tests under tests/gpu need no hypothesis.
 """
 DRY_RUN = {"TRITON_INTERPRET": "1", "PULSE_BACKEND": "triton", "PULSE_GPU_DRYRUN": "1", "CUDA_VISIBLE_DEVICES": ""}
-ON_GPU = {
+MEASURING = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # blocks of many sizes follow one another
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else torch.compile starts a pool for a few kernels
 }
 # Seconds: at most for a step, and what is kept for the measurements, which matter most.
-MOST = {"environment": 60, "build": 240, "doctor": 60, "tests": 150, "sanitizer": 80}
+MOST = {"environment": 60, "build": 240, "doctor": 60, "tests": 150, "sanitizer": 120}
 KEPT_FOR_MEASURING = 150
 LAST_SECONDS = 5  # the report
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> Any:
     """The report; None where there is nothing to check."""
     budget = Budget(60 * options.minutes - LAST_SECONDS)
-    variables = DRY_RUN if options.dry_run else ON_GPU
+    variables = DRY_RUN if options.dry_run else {}
     environment = _say(_environment(budget, variables))
     facts = environment.facts
     if environment.outcome == FAILED:
@@ -106,16 +106,15 @@ def _check(options: argparse.Namespace) -> Any:
         done.append(_say(steps.build(_share(budget, "build"))))
     else:
         done.append(_say(Step("build", SKIPPED, f"imported from {facts['installed'] or ROOT}")))
-    done.append(_say(steps.doctor(_share(budget, "doctor"), variables)))
+    done.append(_say(steps.doctor(min(MOST["doctor"], budget.left()), variables)))
     done.append(_say(_tests(budget, variables, facts)))
     done.append(_say(_sanitizer(budget, variables, options.dry_run)))
-    measured, rows = _measure(budget, variables, options.dry_run)
+    measured, rows = _measure(budget, variables | MEASURING, options.dry_run)
     done.append(_say(measured))
 
     from bench.device.report import Report
 
-    names = sorted({device["name"] for device in facts["devices"]})
-    device = "dry run" if options.dry_run else names[0]
+    device = "dry run" if options.dry_run else facts["devices"][0]["name"]
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     return Report(device, date, options.dry_run, options.minutes, facts, done, rows)
 
@@ -134,7 +133,7 @@ def _environment(budget: Budget, variables: dict[str, str]) -> Step:
     done = steps.run(steps.child("environment"), min(MOST["environment"], budget.left()), variables)
     if done.code:
         return Step("environment", FAILED, f"no torch here? {done.why_failed()}", done.seconds, output=done.tail)
-    facts = json.loads(done.output.splitlines()[-1])
+    facts = json.loads(next(line for line in reversed(done.output.splitlines()) if line.startswith("{")))
     packages = facts["packages"]
     names = [device["name"] for device in facts["devices"]] or ["no GPU"]
     detail = f"{', '.join(names)}; torch {packages['torch']}, triton {packages['triton']}, driver {facts['driver']}"

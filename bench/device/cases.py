@@ -24,6 +24,7 @@ from bench.device.data import (
     same_positions,
 )
 from bench.workloads import percent
+from pulse_kernels import checks, transfer
 from pulse_kernels.backends import cuda, native, reference, two_pass
 from pulse_kernels.cli.bench_quick import eager_gate
 
@@ -225,7 +226,7 @@ class Bench:
         if why_not:
             return Entrant(CUB, why_not=why_not)
         operators = two_pass.TwoPass(cuda)
-        dtypes = [pk.ops.checks.index_dtype("gate_compact", target.numel(), None) for target in targets]
+        dtypes = [checks.index_dtype("gate_compact", target.numel(), None) for target in targets]
         return Entrant(
             CUB, lambda: operators.compact_many("gate_compact", sources, targets, dtypes, update, False), **options
         )
@@ -457,14 +458,13 @@ class Bench:
         return Comparison(title, each * count, entrants, notes, {"numel": numel, "num_changed": count})
 
     def _from_packed(self, pair: Pair, indices: Tensor, options: dict[str, Any]) -> Entrant:
-        """Positions unpacked by the kernel that writes the weight."""
-        why_not = self._why_no_cuda_library()
-        if why_not:
-            return Entrant("from packed indices", why_not=why_not)
-        packed = pk.pack_indices(indices, pair.weight.numel())
+        """What a receiver on a GPU does: it unpacks and writes in one kernel."""
+        name, why_not = "apply_packed_patch_", self._no_packing()
+        packed = indices if why_not else pk.pack_indices(indices, pair.weight.numel())
         return Entrant(
-            "from packed indices",
-            lambda: cuda.exchange_packed_many_([pair.weight], [packed], [pair.new_values], False),
+            name,
+            lambda: pk.apply_packed_patch_(pair.weight, packed, pair.new_values),
+            why_not=why_not,
             **options,
         )
 
@@ -473,58 +473,27 @@ class Bench:
     def to_host(self) -> Comparison:
         notes: list[str] = []
         pair, sizes = self._model_pair(0.01, notes)
-        why_not = self._no_packing()
+        numel, why_not = pair.master.numel(), self._no_packing()
         masters, weights = list(pair.master.split(sizes)), list(pair.weight.split(sizes))
-        pinned = self.device.type == "cuda"
-        # 8 bytes of positions a change is more than packing takes and what eager's int64 positions would need.
-        room = 8 * pair.num_changed + 4096 * len(sizes)
-        host = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
-        host_values = torch.empty(pair.num_changed, dtype=torch.bfloat16, pin_memory=pinned)
-        blobs = [] if why_not else pk.pack_indices_many(_by_tensor(pair.positions, sizes), sizes)
-        expected = torch.cat(blobs).cpu() if blobs else host
-        side = torch.cuda.Stream(self.device) if pinned else None
+        expected = [] if why_not else pk.pack_indices_many(_by_tensor(pair.positions, sizes), sizes)
+        expected = [blob.cpu() for blob in expected]
+        positions, values = pair.positions.cpu(), pair.new_values.cpu()
 
-        def check(ours: bool) -> Callable[[Any], bool]:
-            def right(size: int) -> bool:
-                positions = host[:size]
-                wanted = expected if ours else pair.positions.int().cpu().view(torch.uint8)
-                same = torch.equal(positions, wanted) and same_bits(host_values, pair.new_values.cpu())
-                host.zero_()
-                host_values.zero_()
-                return same and pair.is_new()
-
-            return right
-
-        def send(buffer: Tensor, at: int, *parts: Tensor) -> int:
-            """Behind ``at`` of a buffer on the host; where the next one goes."""
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            end = at + len(whole)
-            if side is None:
-                buffer[at:end].copy_(whole)
-                return end
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                buffer[at:end].copy_(whole, non_blocking=True)
-            whole.record_stream(side)
-            return end
-
-        def in_groups(bounds: list[tuple[int, int]]) -> int:
-            """The gate of a group overlaps with the copies of the one before it."""
-            at = at_value = 0
+        def in_groups(bounds: list[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
+            """The gate of a group runs beside the copies of the one before it."""
+            copies = []
             for begin, end in bounds:
-                indices, values = pk.gate_compact_many(masters[begin:end], weights[begin:end], update=True)
-                at_value = send(host_values, at_value, *values)
-                at = send(host, at, *pk.pack_indices_many(indices, sizes[begin:end]))
-            if side is not None:
-                torch.cuda.current_stream().wait_stream(side)
-            return at
+                found = pk.gate_compact_many(masters[begin:end], weights[begin:end], update=True)
+                blobs = pk.pack_indices_many(found[0], sizes[begin:end])
+                copies += zip(transfer.to_host(blobs), transfer.to_host(found[1]), strict=True)
+            return [blob.get() for blob, _ in copies], [value.get() for _, value in copies]
 
-        def eagerly() -> int:
-            positions, values = eager_gate_update(pair.master, pair.weight)
-            raw = positions.int().view(torch.uint8)
-            host[: len(raw)].copy_(raw, non_blocking=pinned)
-            host_values.copy_(values, non_blocking=pinned)
-            return len(raw)
+        def sent(result: tuple[list[Tensor], list[Tensor]]) -> bool:
+            blobs = len(expected) == len(result[0]) and all(map(torch.equal, result[0], expected))
+            return blobs and same_bits(torch.cat(result[1]), values) and pair.is_new()
+
+        def eagerly() -> list[Tensor]:
+            return [copy.get() for copy in transfer.to_host(eager_gate_update(pair.master, pair.weight))]
 
         def gate_alone() -> Any:
             return pk.gate_compact_many(masters, weights, update=True)
@@ -532,20 +501,45 @@ class Bench:
         def gate_right(result: Any) -> bool:
             return pair.is_right(joined(result[0], sizes), torch.cat(list(result[1]))) and pair.is_new()
 
-        back, once, groups = pair.put_back, [(0, len(sizes))], _groups(sizes, 8)
-        ours: dict[str, Any] = {"before": back, "check": check(True), "why_not": why_not}
+        ours: dict[str, Any] = {"before": pair.put_back, "check": sent, "why_not": why_not}
+        groups = _groups(sizes, 8)
         entrants = [
             Entrant("in groups", lambda: in_groups(groups), **ours),
-            Entrant("all at once", lambda: in_groups(once), **ours),
-            Entrant("gate alone", gate_alone, gate_right, back),
-            Entrant(EAGER, eagerly, check(False), back),
+            Entrant("all at once", lambda: in_groups([(0, len(sizes))]), **ours),
+            self._patch_file(pair, masters, weights),
+            Entrant("gate alone", gate_alone, gate_right, pair.put_back),
+            Entrant(
+                EAGER,
+                eagerly,
+                lambda result: torch.equal(result[0], positions) and same_bits(result[1], values) and pair.is_new(),
+                pair.put_back,
+            ),
             Entrant(COMPILED, why_not="its gate stands above; the rest is copies"),
         ]
-        numel = pair.master.numel()
-        facts = {"numel": numel, "num_changed": pair.num_changed, "packed_bytes": 0 if why_not else len(expected)}
+        facts = {"numel": numel, "num_changed": pair.num_changed, "packed_bytes": sum(map(len, expected))}
         title = f"masters to packed host bytes, {len(sizes)} tensors, {numel:.3g} elements, 1% changed"
-        notes.append("eager sends 32-bit positions, which overflow above 2^31 elements")
+        notes.append("eager sends positions of 64 bits")
         return Comparison(title, 6 * numel, entrants, notes, facts)
+
+    def _patch_file(self, pair: Pair, masters: list[Tensor], weights: list[Tensor]) -> Entrant:
+        """The whole file, digests and all, as a publisher makes it that knows the digest of its base."""
+        names = [str(k) for k in range(len(masters))]
+        sources, targets = dict(zip(names, masters, strict=True)), dict(zip(names, weights, strict=True))
+        base_digest = pk.StateDigest.of(targets).hexdigest()
+
+        def check(data: bytes) -> bool:
+            if not pair.is_new():
+                return False
+            pair.put_back()
+            pk.Patch.from_bytes(data).apply_(targets)  # checks both digests
+            return pair.is_new()
+
+        return Entrant(
+            "Patch.gate, fast",
+            lambda: pk.Patch.gate(sources, targets, base_digest=base_digest, profile="fast").to_bytes("fast"),
+            check,
+            pair.put_back,
+        )
 
 
 def _by_tensor(positions: Tensor, sizes: list[int]) -> list[Tensor]:

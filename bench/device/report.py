@@ -21,20 +21,23 @@ _HEAD = ("", "ms", "GB/s", "of copy", *_PEERS, "result")
 
 def status(row: dict[str, Any]) -> str:
     """ok; WRONG where a result was; FAILED where one of ours raised; else why the row has no figure of ours."""
+    if "failed" in row:
+        return f"FAILED: {row['failed']}"
     if "skipped" in row:
         return f"skipped: {row['skipped']}"
     contenders = row["contenders"]
     if any(found["correct"] is False for found in contenders.values()):
         return "WRONG"
-    if any(found.get("failed") for name, found in contenders.items() if name not in _NOT_OURS):
-        return "FAILED"
+    broken = [name for name, found in contenders.items() if found.get("failed") and name not in _NOT_OURS]
+    if broken:
+        return f"FAILED: {', '.join(broken)}"
     ours = contenders[row["ours"]]
     return "ok" if ours["correct"] else f"skipped: {ours.get('reason', '')}"
 
 
 @dataclass
 class Report:
-    """rows: by their keys, in the order of the plan; one with ``skipped`` in it was planned and not measured."""
+    """rows: by their keys, in the order of the plan; those with ``skipped`` or ``failed`` have no contenders."""
 
     device: str
     date: str
@@ -46,7 +49,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        wrong = any(status(row) in ("WRONG", "FAILED") for row in self.rows.values())
+        wrong = any(status(row).startswith(("WRONG", "FAILED")) for row in self.rows.values())
         return wrong or any(step.outcome == FAILED for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:

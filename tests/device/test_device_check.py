@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_of_failures_only_ours_count():
     assert status(row) == "ok"
     assert row["contenders"]["torch.compile"]["reason"] == "RuntimeError: it broke"
     row = row_with(entrant("gate_compact"), cases.Entrant("CUB", raises))
-    assert status(row) == "FAILED"
+    assert status(row) == "FAILED: CUB"
     assert report_of({"gate/1e9/1%/update": row}).failed
 
 
@@ -160,6 +161,26 @@ def test_what_does_not_fit_is_skipped_with_the_reason():
 
     row = measure.row_of(cases.Case("copy", "Copy", 1, too_large), timing.wall, 1, 0)
     assert status(row) == "skipped: memory: takes 90 GB"
+
+
+def test_a_row_that_breaks_does_not_end_the_others():
+    row = measure.row_of(cases.Case("copy", "Copy", 1, raises), timing.wall, 1, 0) | {"section": "Copy"}
+    assert status(row) == "FAILED: RuntimeError: it broke"
+    report = report_of({"copy": row})
+    assert report.failed
+    assert "it broke" in report.table()
+    assert "it broke" in report.markdown()
+
+
+def test_rows_without_time_say_so():
+    out = io.StringIO()
+    measure.measure(-1, True, out)
+    plan, *rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert {key for key, _ in plan["plan"]} == ROWS
+    assert [row["key"] for row in rows] == [key for key, _ in plan["plan"]]
+    assert all(status(row).startswith("skipped: no time") for row in rows)
+    assert plan["plan"][0][0] == "copy"  # the most important come first
+    assert plan["plan"][1][0] == goals.GATE
 
 
 def test_a_process_that_takes_too_long_is_stopped():

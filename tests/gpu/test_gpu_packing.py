@@ -122,16 +122,42 @@ def test_compaction_through_cub_equals_tritons(device, library, update):
     assert update != same_bits(ours[-1], targets[-1])
 
 
-def test_patches_from_packed_positions(device, library):
-    before = [
-        random_bits(n, dtype, n) for n, dtype in ((70_000, torch.bfloat16), (0, torch.uint8), (9_000, torch.float32))
-    ]
+def packed_patches(device):
+    """(tensors before, after and overwritten values on the CPU; blobs and values on the device)"""
+    sizes = (9000, torch.bfloat16), (0, torch.uint8), (700_000 if not DRY_RUN else 4000, torch.float32)
+    before = [random_bits(n, dtype, n) for n, dtype in sizes]
     positions = [random_positions(len(tensor) // 20, len(tensor), k) for k, tensor in enumerate(before)]
     values = [random_bits(len(index), tensor.dtype, 9) for index, tensor in zip(positions, before, strict=True)]
-    expected = [tensor.clone() for tensor in before]
-    old = [reference.exchange_patch_(*row) for row in zip(expected, positions, values, strict=True)]
-    weights = [tensor.to(device) for tensor in before]
+    after = [tensor.clone() for tensor in before]
+    old = [reference.exchange_patch_(*row) for row in zip(after, positions, values, strict=True)]
     blobs = [pk.pack_indices(index.to(device), len(tensor)) for index, tensor in zip(positions, before, strict=True)]
-    found = cuda.exchange_packed_many_(weights, blobs, [value.to(device) for value in values], True)
+    return before, after, old, blobs, [value.to(device) for value in values]
+
+
+def test_patches_from_packed_positions(device):
+    before, after, old, blobs, values = packed_patches(device)
+    weights = [tensor.to(device, copy=True) for tensor in before]
+    assert all_same_bits(pk.exchange_packed_patch_many_(weights, blobs, values), old)
+    assert all_same_bits(weights, after)
+    for weight, blob, overwritten, tensor in zip(weights, blobs, old, before, strict=True):
+        pk.apply_packed_patch_(weight, blob, overwritten.to(device))
+        assert same_bits(weight, tensor)
+
+
+def test_a_bad_blob_among_many_writes_nothing(device):
+    before, _, _, blobs, values = packed_patches(device)
+    weights = [tensor.to(device, copy=True) for tensor in before]
+    for place in (5, 40, len(blobs[2]) - 1):
+        bad = blobs[2].clone()
+        bad[place] ^= 0x80
+        with pytest.raises(pk.PatchFormatError):
+            pk.exchange_packed_patch_many_(weights, [*blobs[:2], bad], values)
+        assert all_same_bits(weights, before)
+
+
+def test_the_kernel_that_unpacks_and_writes(device, library):
+    before, after, old, blobs, values = packed_patches(device)
+    weights = [tensor.to(device) for tensor in before]
+    found = cuda.exchange_packed_many_(weights, blobs, values, True)
     assert all_same_bits(found, old)
-    assert all_same_bits(weights, expected)
+    assert all_same_bits(weights, after)
