@@ -339,7 +339,8 @@ def gate_compact_out(
     update: bool = False,
     old_values: Tensor | None = None,
 ) -> None:
-    """``gate_compact`` into the caller's buffers, without synchronisation.
+    """``gate_compact`` into the caller's buffers, without synchronisation; a CUDA graph can capture it, once a call
+    before has compiled its kernels.
 
     indices: int32 or int64 [capacity]. values, old_values: the weight's dtype, [capacity]. count: int64, one element;
     it receives the number of changes. If that exceeds the capacity, ``weight`` is as it was and the buffers' content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pulse_kernels import checks, ops, transfer
 from pulse_kernels.backends import for_device, reference
 from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
-from pulse_kernels.state import Params, StateDigest, named_tensors, tensor_key
+from pulse_kernels.state import Params, StateDigest, named_tensors, on_host, tensor_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +148,9 @@ class Patch:
         kept = _diff_by_device(common, before, after, digest_before=not known)
         state = StateDigest() if base_digest is None else StateDigest.fromhex(base_digest)
         change, tensors = StateDigest(), {}
-        for name, (index, value, overwritten, sums) in zip(common, kept, strict=True):
+        all_lanes = on_host([row[3] for row in kept])
+        for name, (index, value, overwritten, _), lanes in zip(common, kept, all_lanes, strict=True):
             like = after[name]
-            lanes = sums.tolist()
             if not known:
                 state.add_presence(name, like)
                 state.add_lanes(lanes[:2])
@@ -324,6 +324,7 @@ class Patch:
                 raise BaseMismatchError(f"the patch changes {name!r}, which the weights lack; expected its base")
         for name, tensor_patch in self.tensors.items():
             _check_fits(tensor_patch, named[name])
+        _check_order(self.tensors)
         state = self._check_base(named, current_digest, verify)
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
         gone = [*self.removed, *(name for name in self.added if name in named)]
@@ -337,15 +338,21 @@ class Patch:
         arrivals = self._arrivals(named)
         undo: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         try:
-            for name in dict.fromkeys(leaders.values()):
-                weight, indices, values = named[name], *_on_device(changed[name], named[name].device)
-                undo[name] = weight, indices, ops.exchange_patch_(weight, indices, values, check=False)
+            for names in _at_once(named, dict.fromkeys(leaders.values())):
+                columns = zip(
+                    *((named[name], *_on_device(changed[name], named[name].device)) for name in names), strict=True
+                )
+                ours, where, new = (list(column) for column in columns)
+                replaced = ops.exchange_patch_many_(ours, where, new, check=False)
+                undo.update(zip(names, zip(ours, where, replaced, strict=True), strict=True))
             result = self.digest
             if state is not None:
+                rows = []
                 for name, item in changed.items():
-                    weight, _, old = undo[leaders[name]]
-                    indices, values = _on_device(item, weight.device)
-                    state.update(name, weight, indices, old, values)
+                    weight, index, overwritten = undo[leaders[name]]
+                    key = tensor_key(name, weight.dtype, weight.shape)
+                    rows.append((key, index, overwritten, item.values.to(weight.device)))
+                state.add_changes(rows)
                 result = state.hexdigest()
                 if self.digest and result != self.digest:
                     raise VerificationError(
@@ -383,6 +390,16 @@ class Patch:
             name: _copy(tensor).to(named[name].device if name in named else _only_device(named, tensor))
             for name, tensor in self.added.items()
         }
+
+
+def _at_once(named: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[list[str]]:
+    """Tensors that one launch writes, all or none, so that what it overwrote is known; on the CPU each alone."""
+    launches: dict[Any, list[str]] = {}
+    for name in names:
+        weight = named[name]
+        together = weight.device.type != "cpu" and weight.is_contiguous()
+        launches.setdefault((weight.device, weight.dtype) if together else name, []).append(name)
+    yield from launches.values()
 
 
 def _on_device(item: TensorPatch, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -501,19 +518,12 @@ def _renamed(item: TensorPatch, name: str) -> TensorPatch:
 
 
 def _add_changes(state: StateDigest, tensors: Mapping[str, TensorPatch]) -> None:
-    """Count in what the patches change, whose indices are in order; one call and one synchronisation a device."""
-    for device in dict.fromkeys(item.values.device for item in tensors.values()):
-        here = [item for item in tensors.values() if item.values.device == device]
-        zero = torch.zeros(2, dtype=torch.int64, device=device)
-        lanes = for_device(device.type).digest_update_many(
-            [zero] * len(here),
-            [item.indices for item in here],
-            [item.old_values for item in here],
-            [item.values for item in here],
-            [tensor_key(item.name, item.dtype, item.shape) for item in here],
-        )
-        for changed in torch.stack(lanes).tolist():
-            state.add_lanes(changed)
+    """Count in what the patches change, whose indices are in order and whose old values are known."""
+    rows = []
+    for item in tensors.values():
+        assert item.old_values is not None
+        rows.append((tensor_key(item.name, item.dtype, item.shape), item.indices, item.old_values, item.values))
+    state.add_changes(rows)
 
 
 def _check_can_resize(patch: Patch, weights: Params) -> None:
@@ -532,10 +542,19 @@ def _check_fits(tensor_patch: TensorPatch, weight: Tensor) -> None:
             f"{name!r} is {checks.short(weight.dtype)} {list(weight.shape)}, the patch was made for "
             f"{checks.short(tensor_patch.dtype)} {list(tensor_patch.shape)}; apply it to its base"
         )
-    op = f"patch of {name!r}"
-    checks.writable(op, "weight", weight)
-    bad = for_device(tensor_patch.indices.device.type).first_bad_index(tensor_patch.indices, weight.numel())
-    checks.index_order(op, tensor_patch.indices, weight.numel(), bad)
+    checks.writable(f"patch of {name!r}", "weight", weight)
+
+
+def _check_order(tensors: Mapping[str, TensorPatch]) -> None:
+    """IndexError where positions are out of order or range; one call and one synchronisation a device."""
+    found: dict[str, int] = {}
+    for device in dict.fromkeys(item.indices.device for item in tensors.values()):
+        here = [item for item in tensors.values() if item.indices.device == device]
+        first_bad = for_device(device.type).first_bad_index_many
+        bad = first_bad([item.indices for item in here], [item.numel for item in here])
+        found.update(zip((item.name for item in here), bad, strict=True))
+    for name, item in tensors.items():
+        checks.index_order(f"patch of {name!r}", item.indices, item.numel, found[name])
 
 
 def _spans(named: dict[str, Tensor]) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pulse_kernels import ops
+from pulse_kernels.backends import for_device
 from pulse_kernels.dtypes import dtype_name
 
 Params: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
@@ -61,6 +62,16 @@ def _mix64(z: int) -> int:
     return z ^ z >> 31
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Tensors of int64, all of one length, as lists; one synchronisation a device."""
+    results: list[list[int]] = [[]] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        rows = [k for k, tensor in enumerate(tensors) if tensor.device == device]
+        for k, numbers in zip(rows, torch.stack([tensors[k] for k in rows]).tolist(), strict=True):
+            results[k] = numbers
+    return results
+
+
 def _presence(key: int) -> tuple[int, int]:
     """What a tensor adds to both lanes by being there, so that one of zeros counts as well."""
     return _mix64(key), _mix64(~key)
@@ -81,9 +92,9 @@ class StateDigest:
         digest = cls()
         named = named_tensors(params)
         keys = [tensor_key(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
-        for key, lanes in zip(keys, ops.digest_many(list(named.values()), keys), strict=True):
+        for key, lanes in zip(keys, on_host(ops.digest_many(list(named.values()), keys)), strict=True):
             digest._shift(_presence(key))
-            digest._shift(lanes.tolist())
+            digest._shift(lanes)
         return digest
 
     @classmethod
@@ -139,6 +150,17 @@ class StateDigest:
         zero = torch.zeros(2, dtype=torch.int64, device=indices.device)
         key = tensor_key(name, like.dtype, like.shape)
         self._shift(ops.digest_update(zero, indices, old, new, key).tolist())
+
+    def add_changes(self, rows: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> None:
+        """``update`` of many tensors, each as (tensor_key, indices in order, old, new): one call and one
+        synchronisation a device."""
+        for device in dict.fromkeys(indices.device for _, indices, _, _ in rows):
+            here = [row for row in rows if row[1].device == device]
+            keys, *columns = ([row[k] for row in here] for k in range(4))
+            zero = torch.zeros(2, dtype=torch.int64, device=device)
+            update = for_device(device.type).digest_update_many
+            for lanes in on_host(update([zero] * len(here), *columns, keys)):
+                self._shift(lanes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateDigest) and self._lanes == other._lanes

@@ -33,6 +33,12 @@ def cut(columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, dev
     counts = [-(-sizes[k] // tile) for k in rows]
     if len(rows) <= 1:
         return Tiles(rows, sum(counts), (*columns[rows[0]], 0) if rows else ())
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A replay would copy the table again, from memory that is long another's.
+        raise RuntimeError(
+            f"a CUDA graph is being captured and {len(rows)} tensors came in one call, whose table of addresses a graph "
+            "cannot keep; call the operator for each tensor"
+        )
     width = len(columns[0])
     flat, first = [], 0
     for k, count in zip(rows, counts, strict=True):

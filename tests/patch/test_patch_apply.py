@@ -16,6 +16,7 @@ from torch import nn
 
 import pulse_kernels as pk
 from pulse_kernels import ops
+from pulse_kernels.state import StateDigest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -352,8 +353,9 @@ def test_damaged_values_are_found_and_rolled_back() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("operation", ["exchange_patch_", "digest_update"])
-@pytest.mark.parametrize("failing", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("operation", "failing"), [*(("exchange_patch_many_", k) for k in (1, 2, 3, 5)), ("digest", 1)]
+)
 def test_a_failure_at_any_step(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], operation: str, failing: int
 ) -> None:
@@ -363,7 +365,8 @@ def test_a_failure_at_any_step(
     assert len(patch.tensors) == 5
     weights = clone(old)
     before = snapshot(weights)
-    original, calls = getattr(ops, operation), 0
+    owner, name = (ops, operation) if operation != "digest" else (StateDigest, "add_changes")
+    original, calls = getattr(owner, name), 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -373,7 +376,7 @@ def test_a_failure_at_any_step(
         return original(*args, **kwargs)
 
     with monkeypatch.context() as context:
-        context.setattr(ops, operation, fails)
+        context.setattr(owner, name, fails)
         with pytest.raises(error, match="in the middle"):
             patch.apply_(weights)
     assert calls == failing
