@@ -16,6 +16,7 @@ from torch import nn
 
 import pulse_kernels as pk
 from pulse_kernels import ops
+from pulse_kernels.patch import _at_once
 from pulse_kernels.state import StateDigest
 
 Tensors = dict[str, torch.Tensor]
@@ -566,3 +567,12 @@ def test_unchanged_tied_weights_do_not_matter() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def test_tensors_written_by_one_launch() -> None:
+    """Off the CPU a launch takes all contiguous tensors of a device and dtype; on it each tensor is alone."""
+    off = {f"w{k}": torch.empty(4, device="meta") for k in range(3)}
+    off |= {"strided": torch.empty(4, 4, device="meta").t(), "half": torch.empty(4, dtype=torch.half, device="meta")}
+    on = {"a": torch.empty(4), "b": torch.empty(4)}
+    named = off | on
+    assert list(_at_once(named, named)) == [["w0", "w1", "w2"], ["strided"], ["half"], ["a"], ["b"]]
