@@ -17,7 +17,7 @@ from pulse_kernels.codec import segment, sending
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [300, 8193, 1, 0] if DRY_RUN else [300, 8193, 1, 0, 3_000_017, 4096, (1 << 24) + 5]
+SIZES = [300, 900, 1, 0] if DRY_RUN else [300, 8193, 1, 0, 3_000_017, 4096, (1 << 24) + 5]
 PROFILES = ["fast", "balanced"]
 
 
@@ -45,9 +45,9 @@ def assert_same(found: pk.Patch, expected: pk.Patch) -> None:
             assert same_bits(getattr(other, column), getattr(item, column)), (name, column)
 
 
-@pytest.fixture(params=[1 << 20, 1 << 24], ids=["2^20", "2^24"])
+@pytest.fixture(params=[20] if DRY_RUN else [20, 24], ids=lambda power: f"2^{power}")
 def segments(request, monkeypatch):
-    monkeypatch.setattr(segment, "SEGMENT_NUMEL", request.param)
+    monkeypatch.setattr(segment, "SEGMENT_NUMEL", 1 << request.param)
 
 
 @pytest.mark.usefixtures("packing", "segments")
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_cpu(device, profile, knows_old):
 
 @pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("group_bytes", [1, 100_000, 1 << 30])
+@pytest.mark.parametrize("group_bytes", [1, 1 << 30] if DRY_RUN else [1, 100_000, 1 << 30])
 @pytest.mark.parametrize("update", [True, False])
 def test_gating_a_model(device, profile, group_bytes, update):
     masters, weights = model(0.02, 2)
