@@ -2,7 +2,7 @@
 
 A back end is a module with functions of ``reference.py``, or their forms over lists of tensors: ``apply_patch_many_``
 beside ``apply_patch_``. It need not have all: the next one down stands in. PULSE_BACKEND=triton, cuda, cpu or reference
-asks for one to be the first; Triton computes CPU tensors under TRITON_INTERPRET=1.
+asks for one to be the first on the devices it serves: Triton serves CPU tensors under TRITON_INTERPRET=1 only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pulse_kernels.backends import cpu, cuda, native, reference, triton, two_pass
 
@@ -54,6 +57,20 @@ def _one_row(function: Callable[..., Any]) -> Callable[..., Any]:
     return one
 
 
+class _ThroughHost:
+    """Packed indices of CUDA tensors where csrc/cuda is not in use: block by block work, which the CPU does well."""
+
+    @staticmethod
+    def pack_indices_many(indices: list[Tensor], numels: list[int]) -> list[Tensor]:
+        blobs = for_device("cpu").pack_indices_many([index.cpu() for index in indices], numels)
+        return [blob.to(index.device) for blob, index in zip(blobs, indices, strict=True)]
+
+    @staticmethod
+    def unpack_indices_many(packed: list[Tensor], index_dtypes: list[torch.dtype]) -> list[Tensor]:
+        lists = for_device("cpu").unpack_indices_many([blob.cpu() for blob in packed], index_dtypes)
+        return [index.to(blob.device) for index, blob in zip(lists, packed, strict=True)]
+
+
 def _layers_of(name: str) -> list[Any]:
     if name == "triton":
         from pulse_kernels.backends.triton import operators
@@ -63,40 +80,44 @@ def _layers_of(name: str) -> list[Any]:
     return layers[name]
 
 
-def _why_not(name: str, device_type: str) -> str:
-    """Why a back end cannot compute on a device; "" where it can."""
+def _serves(name: str, device_type: str) -> bool:
+    if name == "triton":
+        return device_type == "cuda" or (device_type == "cpu" and triton.interpreted())
+    return name in (device_type, "reference")
+
+
+def _why_not(name: str) -> str:
+    """Why a back end is absent; "" where it is not."""
+    if name == "triton":
+        return triton.why_not()
     if name == "reference":
         return ""
-    if name == "triton":
-        if device_type == "cpu" and not triton.interpreted():
-            return "Triton computes CPU tensors with TRITON_INTERPRET=1 only"
-        return triton.why_not()
-    if name != device_type:
-        return f"it computes {name.upper()} tensors"
-    library = native.cuda_library() if name == "cuda" else native.cpu_library()
-    return library.reason
+    return (native.cuda_library() if name == "cuda" else native.cpu_library()).reason
 
 
 @functools.cache
 def for_device(device_type: str) -> BackEnd:
     """What computes operators on tensors of this device type."""
-    asked = os.environ.get("PULSE_BACKEND")
-    wanted: tuple[str, ...] = NAMES if device_type == "cuda" else NAMES[2:]
-    if asked:
-        if asked not in NAMES:
-            raise ValueError(f"PULSE_BACKEND is {asked!r}, expected one of {', '.join(NAMES)}")
-        if reason := _why_not(asked, device_type):
+    asked = os.environ.get("PULSE_BACKEND") or None
+    if asked not in (None, *NAMES):
+        raise ValueError(f"PULSE_BACKEND is {asked!r}, expected one of {', '.join(NAMES)}")
+    wanted = [name for name in NAMES if _serves(name, device_type)]
+    if asked in wanted:
+        if reason := _why_not(asked):
             raise RuntimeError(f"PULSE_BACKEND={asked} cannot compute {device_type} tensors: {reason}")
-        wanted = (asked, *(name for name in NAMES[NAMES.index(asked) + 1 :] if name in wanted))
-    names = [name for name in wanted if not _why_not(name, device_type)]
-    missing = [name for name in wanted if name not in names]
-    if device_type == "cpu" and not asked:
+        wanted = wanted[wanted.index(asked) :]
+    elif device_type == "cpu":
+        wanted = [name for name in wanted if name != "triton"]  # the interpreter, for tests, only where it is asked for
+    names = [name for name in wanted if not _why_not(name)]
+    if device_type == "cpu" and "cpu" in wanted:
         native.cpu_library_or_warn()
-    elif device_type == "cuda" and missing and not asked:
-        reasons = "; ".join(f"{name}: {_why_not(name, device_type)}" for name in missing if name != "cpu")
-        if reasons:
-            warnings.warn(f"pulse_kernels: a slower back end stands in on CUDA tensors ({reasons})", stacklevel=3)
-    return BackEnd(names, [layer for name in names for layer in _layers_of(name)])
+    elif names != wanted and os.environ.get("PULSE_NATIVE") != "0":
+        reasons = "; ".join(f"{name}: {_why_not(name)}" for name in wanted if name not in names)
+        warnings.warn(f"pulse_kernels: a slower back end stands in on CUDA tensors ({reasons})", stacklevel=3)
+    layers = [layer for name in names for layer in _layers_of(name)]
+    if device_type == "cuda" and asked != "reference":
+        layers.insert(-1, _ThroughHost)  # before the reference
+    return BackEnd(names, layers)
 
 
 __all__ = ["BackEnd", "cpu", "cuda", "for_device", "native", "reference", "triton"]

@@ -36,8 +36,8 @@ def cut(columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, dev
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A replay would copy the table again, from memory that is long another's.
         raise RuntimeError(
-            f"a CUDA graph is being captured and {len(rows)} tensors came in one call, whose table of addresses a graph "
-            "cannot keep; call the operator for each tensor"
+            f"a CUDA graph is being captured and {len(rows)} tensors came in one call, whose table of addresses a "
+            "graph cannot keep; call the operator for each tensor"
         )
     width = len(columns[0])
     flat, first = [], 0
