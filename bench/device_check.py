@@ -49,9 +49,10 @@ MEASURING = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # blocks of many sizes follow one another
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else torch.compile starts a pool for a few kernels
 }
-# Seconds: at most for a step, and what is kept for the measurements, which matter most.
-MOST = {"environment": 60, "build": 240, "doctor": 60, "tests": 150, "sanitizer": 120}
-KEPT_FOR_MEASURING = 150
+MINUTES = 7.5
+# Shares of the whole time: at most for a step, and what is kept for the measurements, which matter most.
+MOST = {"environment": 0.15, "build": 0.5, "doctor": 0.15, "tests": 0.33, "sanitizer": 0.25}
+KEPT_FOR_MEASURING = 0.33
 LAST_SECONDS = 5  # the report
 
 
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, epilog=NEEDS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="for everything (%(default)s); less important rows go first"
+        "--minutes", type=float, default=MINUTES, help="for everything (%(default)s); less important rows go first"
     )
     parser.add_argument(
         "--build", action="store_true", help="build and install in place, even if a package is installed"
@@ -114,7 +115,7 @@ def _check(options: argparse.Namespace) -> Any:
         done.append(_say(steps.build(_share(budget, "build"))))
     else:
         done.append(_say(Step("build", SKIPPED, f"imported from {facts['installed'] or ROOT}")))
-    done.append(_say(steps.doctor(min(MOST["doctor"], budget.left()), variables)))
+    done.append(_say(steps.doctor(budget.part(MOST["doctor"]), variables)))
     with ThreadPoolExecutor(3 if options.dry_run else 1) as pool:  # times of a dry run mean nothing: side by side
         tests = pool.submit(_tests, budget, variables, facts)
         sanitizer = pool.submit(_sanitizer, budget, variables, options.dry_run)
@@ -137,11 +138,11 @@ def _say(step: Step) -> Step:
 
 def _share(budget: Budget, name: str) -> float:
     """What a step may take at most, if the measurements are to keep theirs."""
-    return max(min(MOST[name], budget.left() - KEPT_FOR_MEASURING), 0)
+    return budget.part(MOST[name], keep=KEPT_FOR_MEASURING)
 
 
 def _environment(budget: Budget, variables: dict[str, str]) -> Step:
-    done = steps.run(steps.child("environment"), min(MOST["environment"], budget.left()), variables)
+    done = steps.run(steps.child("environment"), budget.part(MOST["environment"]), variables)
     if done.code:
         return Step("environment", FAILED, f"no torch here? {done.why_failed()}", done.seconds, output=done.tail)
     facts = json.loads(next(line for line in reversed(done.output.splitlines()) if line.startswith("{")))

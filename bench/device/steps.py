@@ -23,10 +23,14 @@ class Budget:
     """Seconds for everything, from when it was made."""
 
     def __init__(self, seconds: float):
-        self._end = time.monotonic() + seconds
+        self._whole, self._end = seconds, time.monotonic() + seconds
 
     def left(self) -> float:
         return self._end - time.monotonic()
+
+    def part(self, share: float, keep: float = 0) -> float:
+        """Seconds for a step: a share of the whole, or what is left of it less the share that is kept for others."""
+        return max(min(share * self._whole, self.left() - keep * self._whole), 0)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def dry_run(tmp_path_factory):
     """(what it printed, its JSON, its Markdown)"""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("dry-run")
-    done = run("--dry-run", "--minutes", "10", "--out", str(folder))
+    done = run("--dry-run", "--minutes", "30", "--out", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     paths = sorted(folder.iterdir())
     assert [path.suffix for path in paths] == [".json", ".md"]
@@ -181,6 +181,13 @@ def test_rows_without_time_say_so():
     assert all(status(row).startswith("skipped: no time") for row in rows)
     assert plan["plan"][0][0] == "copy"  # the most important come first
     assert plan["plan"][1][0] == goals.GATE
+
+
+def test_the_measurements_keep_their_share():
+    budget = steps.Budget(100)
+    assert budget.part(0.5) == pytest.approx(50)
+    assert budget.part(0.9, keep=0.4) == pytest.approx(60, abs=1)
+    assert steps.Budget(0).part(0.5) == 0
 
 
 def test_a_process_that_takes_too_long_is_stopped():
