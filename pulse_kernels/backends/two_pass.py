@@ -152,12 +152,19 @@ class TwoPass:
             [target.dtype for target in targets],
             index_dtypes,
             in_place,
-            return_old,
+            return_old or (update and not in_place),
         )
         if update and not in_place:
-            for target, indices, values in zip(targets, *found[:2], strict=True):
-                reference.apply_patch_(target, indices, values)
-        return found
+            written = 0
+            try:
+                for target, indices, values in zip(targets, *found[:2], strict=True):
+                    reference.apply_patch_(target, indices, values)
+                    written += 1
+            except BaseException:
+                for row in list(zip(targets, found[0], found[2], strict=True))[:written][::-1]:
+                    reference.apply_patch_(*row)
+                raise
+        return found if return_old else (*found[:2], [old[:0] for old in found[2]])
 
     def gate_residual_many(
         self,
