@@ -357,7 +357,7 @@ class Bench:
     # ---- pack ----
 
     def _no_packing(self) -> str:
-        """Why packed indices are not measured; the reference goes through blocks one by one, and would take minutes."""
+        """Why packed indices are not measured: without the CUDA library the CPU packs those of a GPU."""
         return self._why_no_cuda_library() if self.device.type == "cuda" else ""
 
     def _packed_right(self, blob: Tensor, indices: Tensor, numel: int) -> bool:

@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def packing(device: torch.device) -> None:
-    """Packed indices in csrc/cuda; the reference would take minutes."""
+    """Packed indices in csrc/cuda: without it the CPU packs, and would be compared with itself."""
     from pulse_kernels.backends import native
 
     if device.type == "cuda" and not native.cuda_library().loaded:
