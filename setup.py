@@ -70,6 +70,12 @@ def run(command: list[str]) -> None:
 class BuildExt(build_ext):
     """Compiles each source with its own flags, MAX_JOBS at a time."""
 
+    def run(self) -> None:
+        # A library that an earlier build left here, and this one leaves out, is no part of the wheel.
+        for stale in (Path(self.build_lib) / "pulse_kernels").glob("_c*.so"):
+            stale.unlink()
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         objects_dir = Path(self.build_temp) / ext.name
         objects_dir.mkdir(parents=True, exist_ok=True)
@@ -225,6 +231,8 @@ def cuda_extensions(torch_dir: Path, torch_version: str, torch_cuda: str | None)
 
 def extensions() -> list[Extension]:
     if os.environ.get("PULSE_NATIVE") == "0":
+        if os.environ.get("PULSE_CUDA") == "1":
+            raise SystemExit("pulse_kernels: PULSE_CUDA=1 demands what PULSE_NATIVE=0 leaves out; unset one of them")
         say("PULSE_NATIVE=0: installing without the compiled libraries")
         return []
     missing = "" if compiler_works() else "no working C++17 compiler (tried $CXX, c++, g++, clang++)"

@@ -160,7 +160,13 @@ def equally_many(op: str, **lists: Sequence[object]) -> None:
 
 def apart(written: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
     """``read``, copied where it may overlap ``written``: what is read is what it was before the call."""
-    return tuple(tensor.clone() if share_memory([written, tensor]) else tensor for tensor in read)
+    return tuple(copied(tensor) if share_memory([written, tensor]) else tensor for tensor in read)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same bits; torch's own copies turn every byte of a bool but 0 into 1."""
+    tensor = tensor.detach()
+    return tensor.view(torch.uint8).clone().view(torch.bool) if tensor.dtype is torch.bool else tensor.clone()
 
 
 def memory_span(tensor: Tensor) -> tuple[int, int, int]:

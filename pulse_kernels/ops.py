@@ -7,7 +7,8 @@ pure form are two operators, so that the schemas' mutation marks are honest: a t
 Positions ("indices") are row-major logical positions, sorted, unique, int32 up to 2^31-1 elements and int64 above,
 unless ``index_dtype`` asks for one. All operators take tensors of any shape, contiguous or not, empty ones included.
 None is differentiable. Errors: TypeError for dtypes, ValueError for shapes and devices, IndexError for positions out of
-order or range; after an error every tensor is as it was.
+order or range; after an error in the arguments every tensor is as it was. A ``_many`` form that runs out of memory, or
+is interrupted, may have written some of its tensors whole.
 """
 
 from __future__ import annotations
@@ -269,8 +270,11 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
     ) -> None:
         check_out(source, target, indices, values, count, old_values)
         written = [indices, values, count] + ([] if old_values is None else [old_values])
-        if any(checks.share_memory([target, *written[:k], buffer]) for k, buffer in enumerate(written)):
-            raise ValueError(f"{op}_out: a buffer shares memory with the weight or another; pass separate buffers")
+        if any(
+            checks.share_memory([target, *written[:k], buffer]) or checks.share_memory([source, buffer])
+            for k, buffer in enumerate(written)
+        ):
+            raise ValueError(f"{op}_out: a buffer shares memory with an input or another; pass separate buffers")
         if update:
             (source,) = checks.apart(target, source)
         back_end = backends.for_device(target.device.type)
@@ -510,6 +514,12 @@ def _write(function: str, written: Any, *read: Any) -> list[Any]:
     columns = [[column] if isinstance(column, Tensor) else column for column in (written, *read)]
     if len(columns[0]) > 1 and not checks.share_memory([tensor for column in columns for tensor in column]):
         return _by_device(function, columns[0], *_in_order(function, columns))
+    # Positions were checked; a write to one weight must not change another's, which may lie in its memory.
+    where = 3 if function.startswith("commit") else 1
+    columns[where] = [
+        checks.copied(index) if any(checks.share_memory([weight, index]) for weight in columns[0]) else index
+        for index in columns[where]
+    ]
     results = []
     for target, *others in zip(*columns, strict=True):
         row = [[tensor] for tensor in (target, *checks.apart(target, *others))]

@@ -163,7 +163,7 @@ class Patch:
         base_digest = state.hexdigest()
         state.merge(change)
         state.subtract(gone)
-        added = {name: _copy(after[name]) for name in after if name not in before or name in replaced}
+        added = {name: checks.copied(after[name]) for name in after if name not in before or name in replaced}
         removed = tuple(name for name in before if name not in after)
         state.merge(StateDigest.of(added))
         return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
@@ -327,6 +327,8 @@ class Patch:
         _check_order(self.tensors)
         state = self._check_base(named, current_digest, verify)
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
+        if checks.share_memory([*named.values(), *(t for i in changed.values() for t in (i.indices, i.values))]):
+            changed = {name: _apart(item, list(named.values())) for name, item in changed.items()}
         gone = [*self.removed, *(name for name in self.added if name in named)]
         leaders = _tied_leaders({name: named[name] for name in named if name not in set(gone)}, changed)
         if state is not None:
@@ -338,7 +340,7 @@ class Patch:
         arrivals = self._arrivals(named)
         undo: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         try:
-            for names in _at_once(named, dict.fromkeys(leaders.values())):
+            for names in _at_once(named, changed, dict.fromkeys(leaders.values())):
                 columns = zip(
                     *((named[name], *_on_device(changed[name], named[name].device)) for name in names), strict=True
                 )
@@ -387,19 +389,35 @@ class Patch:
     def _arrivals(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the added tensors, each where the one it replaces, or all the others, are."""
         return {
-            name: _copy(tensor).to(named[name].device if name in named else _only_device(named, tensor))
+            name: checks.copied(tensor).to(named[name].device if name in named else _only_device(named, tensor))
             for name, tensor in self.added.items()
         }
 
 
-def _at_once(named: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[list[str]]:
+def _at_once(
+    named: Mapping[str, Tensor], changed: Mapping[str, TensorPatch], names: Iterable[str]
+) -> Iterator[list[str]]:
     """Tensors that one launch writes, all or none, so that what it overwrote is known; on the CPU each alone."""
     launches: dict[Any, list[str]] = {}
     for name in names:
         weight = named[name]
         together = weight.device.type != "cpu" and weight.is_contiguous()
-        launches.setdefault((weight.device, weight.dtype) if together else name, []).append(name)
-    yield from launches.values()
+        key = (weight.device, weight.dtype, changed[name].indices.dtype)
+        launches.setdefault(key if together else name, []).append(name)
+    for group in launches.values():
+        read = [tensor for name in group for tensor in (changed[name].indices, changed[name].values)]
+        if checks.share_memory([*(named[name] for name in group), *read]):  # worked through one by one then
+            yield from ([name] for name in group)
+        else:
+            yield group
+
+
+def _apart(item: TensorPatch, weights: Sequence[Tensor]) -> TensorPatch:
+    """``item``, copied where it may lie in a weight: writing one tensor must not change what another becomes."""
+    indices, values = item.indices, item.values
+    if any(checks.share_memory([weight, tensor]) for weight in weights for tensor in (indices, values)):
+        return replace(item, indices=checks.copied(indices), values=checks.copied(values))
+    return item
 
 
 def _on_device(item: TensorPatch, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -413,12 +431,6 @@ def _restore_entries(weights: MutableMapping[str, Tensor], named: Mapping[str, T
             weights.pop(name, None)
         elif weights.get(name) is not named[name]:
             weights[name] = named[name]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same bits; torch's own copies turn every byte of a bool but 0 into 1."""
-    tensor = tensor.detach()
-    return tensor.view(torch.uint8).clone().view(torch.bool) if tensor.dtype is torch.bool else tensor.clone()
 
 
 def _same_kind(a: Tensor, b: Tensor) -> bool:
@@ -494,8 +506,11 @@ def _gate_groups(
 ) -> Iterator[list[str]]:
     """Names to gate at once. A group is written as a whole or not at all: what a back end works through tensor by
     tensor (strided weights, address ranges that interleave) is a group of its own."""
-    for device in dict.fromkeys(weights[name].device for name in names):
-        here = [name for name in names if weights[name].device == device]
+    kinds: dict[Any, list[str]] = {}
+    for name in names:
+        wide = weights[name].numel() > checks.INT32_NUMEL
+        kinds.setdefault((weights[name].device, weights[name].dtype, wide), []).append(name)
+    for here in kinds.values():
         together = [name for name in here if weights[name].is_contiguous()]
         apart = [name for name in here if not weights[name].is_contiguous()]
         if checks.share_memory([tensor for name in together for tensor in (masters[name], weights[name])]):

@@ -46,7 +46,7 @@ class Lane:
 
     def copy(self, source: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """(pinned copy of ``source``, what waits for it)."""
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         source.record_stream(self.stream)  # freed early, its memory is not given away before the copy is over
@@ -58,6 +58,12 @@ class Lane:
 @functools.cache
 def lane(device: torch.device) -> Lane:
     return Lane(device)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.bool:  # whose copies keep no byte but 0 and 1
+        return tensor.view(torch.uint8).contiguous().view(torch.bool)
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[HostCopy]:
@@ -73,7 +79,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[HostCopy]:
         if is_away(tensor):
             places.setdefault(tensor.device, []).append(k)
     for device, rows in places.items():
-        sources = {k: tensors[k].detach().resolve_conj().resolve_neg().contiguous() for k in rows}
+        sources = {k: _contiguous(tensors[k].detach()) for k in rows}
         lane(device).follow()
         for piece in _pieces(sources):
             target, wait = lane(device).copy(piece.range)

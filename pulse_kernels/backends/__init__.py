@@ -82,7 +82,7 @@ def _layers_of(name: str) -> list[Any]:
 
 def _serves(name: str, device_type: str) -> bool:
     if name == "triton":
-        return device_type == "cuda" or (device_type == "cpu" and triton.interpreted())
+        return device_type == ("cpu" if triton.interpreted() else "cuda")
     return name in (device_type, "reference")
 
 

@@ -24,7 +24,7 @@ def _kind(op: str, target: Tensor) -> int:
 
 
 def visibility_mask(master: Tensor, weight: Tensor) -> Tensor:
-    mask = torch.empty(weight.shape, dtype=torch.bool)
+    mask = torch.empty(weight.shape, dtype=torch.bool, device="cpu")
     _raw.mask(_GATE_KIND[weight.dtype], dense(master), dense(weight), mask)
     return mask
 
@@ -101,7 +101,7 @@ def gate_residual_many(
 def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
     written = dense(residual)
     _raw.commit(dense(theta), dense(local), written)
-    apply_patch_(written, indices, torch.zeros(indices.shape))
+    apply_patch_(written, indices, torch.zeros(indices.shape, device="cpu"))
     if not residual.is_contiguous():
         residual.detach().copy_(written)
 
@@ -115,7 +115,7 @@ def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    old = torch.empty(values.shape, dtype=values.dtype)
+    old = torch.empty(values.shape, dtype=values.dtype, device="cpu")
     _raw.scatter(weight.detach(), dense(indices), dense(values), old)
     return old
 
@@ -170,7 +170,7 @@ def encode_values_many(values: list[Tensor], bases: list[Tensor] | None) -> list
 
 def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Tensor:
     count = planes.numel() // dtype.itemsize if base is None else base.numel()
-    values = torch.empty(count, dtype=dtype)
+    values = torch.empty(count, dtype=dtype, device="cpu")
     base = None if base is None else dense(base)
     if not _raw.decode_values(planes, base, dtype.is_floating_point, values):
         raise PatchFormatError("values: the codes announce another number of large changes than there are")

@@ -67,7 +67,7 @@ def _row(job: Job) -> list[int]:
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:
     """int64, copied without synchronisation."""
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 

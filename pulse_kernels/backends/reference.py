@@ -17,14 +17,20 @@ _CHUNK = 1 << 22  # elements; bounds the oracle's temporaries
 
 def bits(tensor: Tensor) -> Tensor:
     """The flat bits of ``tensor`` as signed integers of its width; a view where the tensor is contiguous."""
-    return tensor.detach().reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
+    raw = tensor.detach()
+    if raw.dtype is torch.bool:  # whose copies keep no byte but 0 and 1
+        raw = raw.view(torch.uint8)
+    return raw.reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
 
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` contiguous and without lazy conjugation or negation; itself where it is so already."""
     if tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
         return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8).contiguous().view(torch.bool)  # a copy of bools keeps no byte but 0 and 1
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 # ---- rounding -------------------------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ def compact_out(
         return
     for buffer, result in ((indices, positions), (values, new), (old_values, old)):
         if buffer is not None:
-            buffer[:found].detach().copy_(result)
+            bits(buffer[:found]).copy_(bits(result))
     if update:
         apply_patch_(target, positions, new)
 

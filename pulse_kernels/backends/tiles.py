@@ -45,7 +45,7 @@ def cut(columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, dev
         flat += [*columns[k], first]
         first += count
     flat += counts
-    pinned = torch.tensor(flat, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(flat, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     on_device = pinned.to(device, non_blocking=True)
     split = len(rows) * (width + 1)
     table, tiles_of = on_device[:split].view(len(rows), width + 1), on_device[split:]

@@ -180,7 +180,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: tensor {show(name)} has {info.numel} elements; {start} to {stop} was asked for"
             )
-        out = torch.empty(stop - start, dtype=info.dtype)
+        out = torch.empty(stop - start, dtype=info.dtype, device="cpu")
         self._read(info, start, out)
         return out
 

@@ -254,7 +254,7 @@ def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     # Joined as bytes: not every dtype has a cat of its own.
     return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
 

@@ -65,7 +65,7 @@ def store_parts(parts: Sequence[Tensor], threads: int) -> list[bytes]:
 def load_part(stored: memoryview, size: int, what: str) -> Tensor:
     """The uint8 [size] that ``store_parts`` stored; takes no more memory than ``size``, whatever the frame claims."""
     if len(stored) == 0:
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
     if len(stored) == size:
         return torch.from_numpy(np.array(np.frombuffer(stored, dtype=np.uint8)))
     if len(stored) > size:

@@ -27,7 +27,7 @@ def back_end():
 def int_bits(tensor: Tensor) -> Tensor:
     """The bits of ``tensor`` as integers, its shape kept; any strides."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(integer)
+    return tensor.detach().view(integer).clone(memory_format=torch.contiguous_format)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -575,4 +575,8 @@ def test_tensors_written_by_one_launch() -> None:
     off |= {"strided": torch.empty(4, 4, device="meta").t(), "half": torch.empty(4, dtype=torch.half, device="meta")}
     on = {"a": torch.empty(4), "b": torch.empty(4)}
     named = off | on
-    assert list(_at_once(named, named)) == [["w0", "w1", "w2"], ["strided"], ["half"], ["a"], ["b"]]
+    changed = {
+        name: pk.TensorPatch(name, tuple(t.shape), t.dtype, torch.arange(1), torch.zeros(1, dtype=t.dtype))
+        for name, t in named.items()
+    }
+    assert list(_at_once(named, changed, named)) == [["w0", "w1", "w2"], ["strided"], ["half"], ["a"], ["b"]]

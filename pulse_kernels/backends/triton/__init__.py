@@ -15,7 +15,7 @@ import torch
 
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")  # as Triton reads it
 
 
 @functools.cache
