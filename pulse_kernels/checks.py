@@ -180,5 +180,5 @@ def memory_span(tensor: Tensor) -> tuple[int, int, int]:
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether any two tensors of the list may overlap (tied weights): such lists are worked through in order."""
-    spans = sorted(memory_span(tensor) for tensor in tensors if tensor.numel())
+    spans = sorted(memory_span(tensor) for tensor in tensors if tensor.numel() and not tensor.is_meta)
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))
