@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -151,6 +152,14 @@ def patch(op: str, weight: Tensor, indices_: Tensor, values: Tensor) -> None:
     same_place(op, weight=weight, indices=indices_, values=values)
 
 
+def rows_by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
+    """Which of ``tensors`` are on each device."""
+    places: dict[torch.device, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(k)
+    return places
+
+
 def equally_many(op: str, **lists: Sequence[object]) -> None:
     (first_name, first), *others = lists.items()
     for name, items in others:
@@ -158,9 +167,25 @@ def equally_many(op: str, **lists: Sequence[object]) -> None:
             raise ValueError(f"{op}: {len(first)} {first_name} and {len(items)} {name}; pass equally many of each")
 
 
-def apart(written: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
-    """``read``, copied where it may overlap ``written``: what is read is what it was before the call."""
-    return tuple(copied(tensor) if share_memory([written, tensor]) else tensor for tensor in read)
+def apart(written: Sequence[Tensor], read: Sequence[Tensor]) -> list[Tensor]:
+    """``read``, each copied where it may overlap any of ``written``: what is read is what it was before the call."""
+    merged: list[tuple[int, int, int]] = []  # disjoint, in order
+    for device, start, stop in sorted(memory_span(tensor) for tensor in written if _has_memory(tensor)):
+        if merged and merged[-1][0] == device and start < merged[-1][2]:
+            merged[-1] = device, merged[-1][1], max(stop, merged[-1][2])
+        else:
+            merged.append((device, start, stop))
+
+    def overlaps(tensor: Tensor) -> bool:
+        device, start, stop = memory_span(tensor)
+        k = bisect.bisect_left(merged, (device, stop)) - 1  # the last that begins before the tensor's end
+        return k >= 0 and merged[k][0] == device and merged[k][2] > start
+
+    return [copied(tensor) if _has_memory(tensor) and overlaps(tensor) else tensor for tensor in read]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and not tensor.is_meta
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -180,5 +205,5 @@ def memory_span(tensor: Tensor) -> tuple[int, int, int]:
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether any two tensors of the list may overlap (tied weights): such lists are worked through in order."""
-    spans = sorted(memory_span(tensor) for tensor in tensors if tensor.numel() and not tensor.is_meta)
+    spans = sorted(memory_span(tensor) for tensor in tensors if _has_memory(tensor))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))

@@ -93,11 +93,8 @@ def _trace_row_by_row(many: Any, one: Any) -> None:
 
 def _by_device(function: str, tensors: Sequence[Tensor], *columns: Sequence[Any]) -> list[Any]:
     """The back ends' ``function`` of the rows of ``columns``, a call for each device that ``tensors`` are on."""
-    places: dict[torch.device, list[int]] = {}
-    for k, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(k)
     results: list[Any] = [None] * len(tensors)
-    for device, rows in places.items():
+    for device, rows in checks.rows_by_device(tensors).items():
         call = getattr(backends.for_device(device.type), function)
         found = call(*([column[k] for k in rows] for column in columns))
         for k, result in zip(rows, found or [], strict=False):
@@ -188,7 +185,7 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
     ) -> tuple[Tensor, ...]:
         _check_compact(op, source, target, update)
         if update:
-            (source,) = checks.apart(target, source)
+            (source,) = checks.apart([target], [source])
         dtype = checks.index_dtype(op, target.numel(), index_dtype)
         back_end = backends.for_device(target.device.type)
         return _columns_of_one(back_end.compact_many(op, [source], [target], [dtype], update, return_old))
@@ -225,7 +222,7 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         back_end = backends.for_device(targets[0].device.type)
         if update and checks.share_memory([*targets, *sources]):
             rows = [
-                _columns_of_one(back_end.compact_many(op, [*checks.apart(t, s)], [t], [d], update, return_old))
+                _columns_of_one(back_end.compact_many(op, checks.apart([t], [s]), [t], [d], update, return_old))
                 for s, t, d in zip(sources, targets, dtypes, strict=True)
             ]
             return _columns(rows, 3)
@@ -276,7 +273,7 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         ):
             raise ValueError(f"{op}_out: a buffer shares memory with an input or another; pass separate buffers")
         if update:
-            (source,) = checks.apart(target, source)
+            (source,) = checks.apart([target], [source])
         back_end = backends.for_device(target.device.type)
         back_end.compact_out(op, source, target, indices, values, count, old_values, update)
 
@@ -516,13 +513,10 @@ def _write(function: str, written: Any, *read: Any) -> list[Any]:
         return _by_device(function, columns[0], *_in_order(function, columns))
     # Positions were checked; a write to one weight must not change another's, which may lie in its memory.
     where = 3 if function.startswith("commit") else 1
-    columns[where] = [
-        checks.copied(index) if any(checks.share_memory([weight, index]) for weight in columns[0]) else index
-        for index in columns[where]
-    ]
+    columns[where] = checks.apart(columns[0], columns[where])
     results = []
     for target, *others in zip(*columns, strict=True):
-        row = [[tensor] for tensor in (target, *checks.apart(target, *others))]
+        row = [[tensor] for tensor in (target, *checks.apart([target], others))]
         results += _by_device(function, [target], *_in_order(function, row))
     return results
 

@@ -327,8 +327,7 @@ class Patch:
         _check_order(self.tensors)
         state = self._check_base(named, current_digest, verify)
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
-        if checks.share_memory([*named.values(), *(t for i in changed.values() for t in (i.indices, i.values))]):
-            changed = {name: _apart(item, list(named.values())) for name, item in changed.items()}
+        changed = _apart(changed, list(named.values()))
         gone = [*self.removed, *(name for name in self.added if name in named)]
         leaders = _tied_leaders({name: named[name] for name in named if name not in set(gone)}, changed)
         if state is not None:
@@ -406,18 +405,23 @@ def _at_once(
         launches.setdefault(key if together else name, []).append(name)
     for group in launches.values():
         read = [tensor for name in group for tensor in (changed[name].indices, changed[name].values)]
-        if checks.share_memory([*(named[name] for name in group), *read]):  # worked through one by one then
+        if len(group) > 1 and checks.share_memory(
+            [*(named[name] for name in group), *read]
+        ):  # worked through one by one then
             yield from ([name] for name in group)
         else:
             yield group
 
 
-def _apart(item: TensorPatch, weights: Sequence[Tensor]) -> TensorPatch:
-    """``item``, copied where it may lie in a weight: writing one tensor must not change what another becomes."""
-    indices, values = item.indices, item.values
-    if any(checks.share_memory([weight, tensor]) for weight in weights for tensor in (indices, values)):
-        return replace(item, indices=checks.copied(indices), values=checks.copied(values))
-    return item
+def _apart(changed: Mapping[str, TensorPatch], weights: Sequence[Tensor]) -> dict[str, TensorPatch]:
+    """The patches, copied where they may lie in a weight: writing one must not change what another becomes."""
+    indices = checks.apart(weights, [item.indices for item in changed.values()])
+    values = checks.apart(weights, [item.values for item in changed.values()])
+    rows = zip(changed.items(), indices, values, strict=True)
+    return {
+        name: item if where is item.indices and new is item.values else replace(item, indices=where, values=new)
+        for (name, item), where, new in rows
+    }
 
 
 def _on_device(item: TensorPatch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pulse_kernels import ops
+from pulse_kernels import checks, ops
 from pulse_kernels.backends import for_device
 from pulse_kernels.dtypes import dtype_name
 
@@ -65,8 +65,7 @@ def _mix64(z: int) -> int:
 def on_host(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Tensors of int64, all of one length, as lists; one synchronisation a device."""
     results: list[list[int]] = [[]] * len(tensors)
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        rows = [k for k, tensor in enumerate(tensors) if tensor.device == device]
+    for rows in checks.rows_by_device(tensors).values():
         for k, numbers in zip(rows, torch.stack([tensors[k] for k in rows]).tolist(), strict=True):
             results[k] = numbers
     return results

@@ -118,7 +118,7 @@ class TestBytesOfBool:
 
 
 def reference_diff(new, old, update, return_old):
-    (new,) = pk.checks.apart(old, new)
+    (new,) = pk.checks.apart([old], [new])
     return reference.compact("diff_compact", new, old, torch.int32, update)
 
 
