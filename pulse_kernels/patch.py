@@ -211,12 +211,11 @@ class Patch:
                 [name for name in targets if leaders[name] == name], sources, targets, group_bytes
             ):
                 columns = ops.gate_compact_many(
-                    [sources[name] for name in group],
-                    [targets[name] for name in group],
-                    update=update,
-                    return_old=True,
+                    [sources[name] for name in group], [targets[name] for name in group], return_old=True
                 )
-                undo.append((group, columns))
+                if update:  # apart from the gate: an interrupt may come before its result is ours
+                    undo.append((group, columns))
+                    ops.apply_patch_many_([targets[name] for name in group], *columns[:2], check=False)
                 made = {
                     name: TensorPatch(name, tuple(targets[name].shape), targets[name].dtype, *row)
                     for name, *row in zip(group, *columns, strict=True)
@@ -229,7 +228,7 @@ class Patch:
             tensors = {name: _renamed(found[leader], name) for name, leader in leaders.items() if leader in found}
             _add_changes(state, tensors)
         except BaseException:
-            for group, (indices, _, old_values) in undo if update else []:
+            for group, (indices, _, old_values) in undo:
                 ops.apply_patch_many_([targets[name] for name in group], indices, old_values, check=False)
             raise
         patch = cls(base_version, version, tensors, base_digest=base_digest, digest=state.hexdigest())
@@ -344,8 +343,10 @@ class Patch:
                     *((named[name], *_on_device(changed[name], named[name].device)) for name in names), strict=True
                 )
                 ours, where, new = (list(column) for column in columns)
-                replaced = ops.exchange_patch_many_(ours, where, new, check=False)
+                replaced = for_device(ours[0].device.type).gather_many(ours, where)
+                # Logged before it is written: an interrupt may come before a writing call's result is ours.
                 undo.update(zip(names, zip(ours, where, replaced, strict=True), strict=True))
+                ops.apply_patch_many_(ours, where, new, check=False)
             result = self.digest
             if state is not None:
                 rows = []

@@ -354,13 +354,12 @@ def test_damaged_values_are_found_and_rolled_back() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize(
-    ("operation", "failing"), [*(("exchange_patch_many_", k) for k in (1, 2, 3, 5)), ("digest", 1)]
-)
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(("operation", "failing"), [*(("apply_patch_many_", k) for k in (1, 2, 3, 5)), ("digest", 1)])
 def test_a_failure_at_any_step(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], operation: str, failing: int
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], operation: str, failing: int, done: bool
 ) -> None:
-    """The k-th call fails, before it does anything: what the calls before it did is undone."""
+    """The k-th call fails before it does anything, or is interrupted after: all that was done is undone."""
     old, new = grown(*states())
     patch = pk.Patch.diff(old, new)
     assert len(patch.tensors) == 5
@@ -373,6 +372,8 @@ def test_a_failure_at_any_step(
         nonlocal calls
         calls += 1
         if calls == failing:
+            if done:
+                original(*args, **kwargs)
             raise error("in the middle")
         return original(*args, **kwargs)
 

@@ -191,7 +191,7 @@ def test_what_is_refused_changes_nothing(
             assert torch.equal(bits(weight), bits(before[name])), name
 
 
-@pytest.mark.parametrize("step", ["second group", "after the second group", "digest", "sending"])
+@pytest.mark.parametrize("step", ["second group", "gated", "written", "after the second group", "digest", "sending"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("update", [True, False])
 def test_a_late_failure_changes_nothing(
@@ -203,7 +203,7 @@ def test_a_late_failure_changes_nothing(
     weights["w1"] = weights["w1"].repeat_interleave(2)[::2]
     masters["tied"], weights["tied"] = masters["w0"], weights["w0"]
     before = {name: bits(weight) for name, weight in weights.items()}
-    gate, calls = ops.gate_compact_many, []
+    gate, write, calls = ops.gate_compact_many, ops.apply_patch_many_, []
 
     def fail(*_: Any, **__: Any) -> Any:
         assert not update or any(not torch.equal(bits(weights[name]), before[name]) for name in weights)
@@ -213,9 +213,19 @@ def test_a_late_failure_changes_nothing(
         calls.append(1)
         if step == "second group" and len(calls) == 2:
             fail()
-        return gate(*arguments, **options)
+        result = gate(*arguments, **options)
+        if step == "gated" and len(calls) == 2:
+            fail()
+        return result
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
+        if step == "written" and len(calls) == 2:
+            monkeypatch.setattr(ops, "apply_patch_many_", write)
+            fail()
 
     monkeypatch.setattr(ops, "gate_compact_many", failing)
+    monkeypatch.setattr(ops, "apply_patch_many_", interrupted)
     if step == "digest":
         monkeypatch.setattr(patch, "_add_changes", fail)
     if step == "after the second group":
@@ -224,6 +234,8 @@ def test_a_late_failure_changes_nothing(
     if step == "sending":
         monkeypatch.setattr(transfer, "is_away", lambda tensor: True)
         monkeypatch.setattr(codec._Codec, "send", staticmethod(lambda items, profile: fail() if items else []))
+    if step == "written" and not update:
+        pytest.skip("nothing is written")
     with pytest.raises(error, match="no more"):
         pk.Patch.gate(masters, weights, update=update, group_bytes=1)
     for name, weight in weights.items():
