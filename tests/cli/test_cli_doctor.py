@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pulse_kernels import backends
 from pulse_kernels.backends import native, triton
 from pulse_kernels.cli import main
 
@@ -103,6 +106,72 @@ def test_a_runtime_newer_than_that_of_torch_is_not_used(monkeypatch):
     assert native.why_too_new(13000).startswith("built with CUDA 13.0, which a driver for CUDA 12.8")
     monkeypatch.setattr(torch.version, "cuda", "14.1")
     assert native.why_too_new(13000) == ""
+
+
+def visible_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda k: capabilities[k])
+
+
+class TestGpusWithoutCode:
+    BUILT_FOR = "80,90,100,120"
+
+    @pytest.mark.parametrize(
+        "capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)]
+    )
+    def test_code_or_ptx_serves(self, monkeypatch, capability):
+        visible_gpus(monkeypatch, (9, 0), capability)
+        assert native.why_no_code(self.BUILT_FOR) == ""
+
+    @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (11, 0)])
+    def test_none_serves(self, monkeypatch, capability):
+        visible_gpus(monkeypatch, (9, 0), capability)
+        reason = native.why_no_code(self.BUILT_FOR)
+        assert reason.startswith(f"GPU 1 has compute capability {capability[0]}.{capability[1]}, the library has code")
+        assert "sm_80, sm_90, sm_100, sm_120 and later" in reason
+        assert "CUDA_VISIBLE_DEVICES" in reason
+
+    def test_a_lower_minor_version_than_that_of_the_code(self, monkeypatch):
+        visible_gpus(monkeypatch, (8, 0))
+        assert "compute capability 8.0" in native.why_no_code("86,90")
+        visible_gpus(monkeypatch, (8, 9))
+        assert native.why_no_code("86,90") == ""
+
+    def test_without_gpus_or_names_nothing_is_said(self, monkeypatch):
+        visible_gpus(monkeypatch)
+        assert native.why_no_code(self.BUILT_FOR) == ""
+        visible_gpus(monkeypatch, (7, 0))
+        assert native.why_no_code("unknown") == ""
+
+    def test_gpus_that_cannot_be_asked(self, monkeypatch):
+        visible_gpus(monkeypatch, (9, 0))
+
+        def forked(k: int) -> None:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", forked)
+        assert native.why_no_code(self.BUILT_FOR).endswith("Cannot re-initialize CUDA in forked subprocess")
+
+    @pytest.mark.parametrize(("capability", "packed_by"), [((9, 0), "cuda"), ((7, 0), "_ThroughHost")])
+    def test_another_back_end_takes_over(self, monkeypatch, capability, packed_by):
+        visible_gpus(monkeypatch, capability)
+        raw = types.SimpleNamespace(runtime_version=lambda: 13000, architectures=lambda: self.BUILT_FOR)
+        monkeypatch.setattr(torch.ops, "pulse_kernels_cuda", raw)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(native, "_load", lambda name, *rest: native.Library(name, None, True, ""))
+        monkeypatch.setattr(triton, "why_not", lambda: "no compiler")
+        for name in ("PULSE_BACKEND", "PULSE_NATIVE"):
+            monkeypatch.delenv(name, raising=False)
+        backends.for_device.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = backends.for_device("cuda")
+        backends.for_device.cache_clear()
+        served = packed_by == "cuda"
+        assert found.names == (("cuda", "reference") if served else ("reference",))
+        assert packed_by in f"{found.pack_indices_many.__module__} {found.pack_indices_many.__qualname__}"
+        assert ("GPU 0 has compute capability 7.0" in str(caught[0].message)) != served
 
 
 def test_switched_off(capsys, monkeypatch):
