@@ -33,6 +33,7 @@ def anew() -> Iterator[None]:
 def empty_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package folder without compiled libraries."""
     native.cpu_library()  # stays as it is
+    monkeypatch.delenv("PULSE_NATIVE", raising=False)
     monkeypatch.setattr(native, "_PACKAGE", tmp_path)
     return tmp_path
 
@@ -189,6 +190,81 @@ def test_triton_missing(capsys, monkeypatch):
 
 def test_triton_present(capsys, monkeypatch):
     monkeypatch.setattr(triton, "why_not", lambda: "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     entry = back_end(doctor(capsys), "triton")
     assert entry["present"]
     assert entry["detail"].startswith("fused kernels, triton ")
+
+
+def test_triton_is_of_no_use_in_a_cpu_only_torch(capsys, monkeypatch):
+    """It is installed there, since it is a dependency, and serves CPU tensors in its interpreter alone."""
+    monkeypatch.setattr(triton, "why_not", lambda: "")
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    entry = back_end(doctor(capsys), "triton")
+    assert not entry["present"]
+    assert f"serves CUDA tensors, and torch {torch.__version__} is a CPU-only build" in entry["detail"]
+    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    assert back_end(doctor(capsys), "triton")["present"]
+
+
+class TestWhoComputes:
+    @pytest.fixture(autouse=True)
+    def here(self, monkeypatch):
+        """One GPU, and everything present."""
+        for name in ("PULSE_BACKEND", "PULSE_NATIVE"):
+            monkeypatch.delenv(name, raising=False)
+        device = types.SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=1 << 34)
+        visible_gpus(monkeypatch, (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: device)
+        monkeypatch.setattr(triton, "why_not", lambda: "")
+        monkeypatch.setattr(triton, "interpreted", lambda: False)
+        for name in ("cpu", "cuda"):
+            self.put(monkeypatch, name, "")
+        raw = types.SimpleNamespace(architectures=lambda: "90", instruction_set=lambda: "avx2")
+        monkeypatch.setattr(backends.cuda, "_raw", raw)
+        monkeypatch.setattr(backends.cpu, "_raw", raw)
+
+    def put(self, monkeypatch, name, reason):
+        library = native.Library(name, Path("there"), not reason, reason)
+        monkeypatch.setattr(native, f"{name}_library", lambda: library)
+
+    def told(self, capsys) -> tuple[dict[str, list[str]], str, str]:
+        """(the order in JSON, the text's line about CPU tensors, that about CUDA tensors)"""
+        order = doctor(capsys)["order"]
+        assert main(["doctor"]) == 0
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        at = lines.index("who computes, the first that has the operator")
+        heads = ("CPU   tensors  ", "CUDA  tensors  ")
+        assert [line[:15] for line in lines[at + 1 :]] == list(heads)
+        return order, lines[at + 1][15:], lines[at + 2][15:]
+
+    def test_all_there(self, capsys):
+        order, cpu, cuda = self.told(capsys)
+        assert order == {"cpu": ["cpu", "reference"], "cuda": ["triton", "cuda", "reference"]}
+        assert (cpu, cuda) == ("cpu, then reference", "triton, then cuda, then reference")
+
+    def test_libraries_absent(self, capsys, monkeypatch):
+        for name in ("cpu", "cuda"):
+            self.put(monkeypatch, name, "not built")
+        order, cpu, cuda = self.told(capsys)
+        assert order == {"cpu": ["reference"], "cuda": ["triton", "reference"]}
+        assert cpu == "reference (every result is the same, at a fraction of the speed)"
+        assert cuda == "triton, then reference; indices are packed on the CPU"
+
+    def test_no_gpu(self, capsys, monkeypatch):
+        visible_gpus(monkeypatch)
+        order, _, cuda = self.told(capsys)
+        assert order["cuda"] == []
+        assert cuda == "nobody: no CUDA device"
+
+    def test_what_is_asked_for(self, capsys, monkeypatch):
+        monkeypatch.setenv("PULSE_BACKEND", "cuda")
+        monkeypatch.setenv("PULSE_CPU", "portable")
+        assert self.told(capsys)[0] == {"cpu": ["cpu", "reference"], "cuda": ["cuda", "reference"]}
+        environment = doctor(capsys)["environment"]
+        assert (environment["PULSE_BACKEND"], environment["PULSE_CPU"]) == ("cuda", "portable")
+        self.put(monkeypatch, "cuda", "not built")
+        order, _, cuda = self.told(capsys)
+        assert order == {"cpu": ["cpu", "reference"], "cuda": []}
+        assert cuda == "nobody: PULSE_BACKEND=cuda cannot compute cuda tensors: not built"
