@@ -71,6 +71,57 @@ def test_the_major_version_must_be_that_of_torch(extensions, tmp_path, capfd):
     assert wanted in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "program"),
+    [
+        ("NVCC", "/nowhere/nvcc", "/nowhere/nvcc"),
+        ("CUDA_HOME", "/nowhere", "/nowhere/bin/nvcc"),
+        ("CUDA_PATH", "/nowhere", "/nowhere/bin/nvcc"),
+    ],
+)
+def test_a_variable_that_names_no_nvcc(extensions, tmp_path, capfd, variable, value, program):
+    """Another nvcc is not what was asked for: an error where the library is demanded, said where it is not."""
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert extensions(PATH=path, **{variable: value}) == BOTH
+    first, second = capfd.readouterr().err.splitlines()
+    assert f"{variable}={value}, but {program} is no program: looking further; correct or unset it" in first
+    assert f"building the CUDA library with {nvcc} " in second
+    with pytest.raises(SystemExit) as error:
+        extensions(PULSE_CUDA="1")
+    wanted = f"PULSE_CUDA=1 and {variable}={value}, but {program} is no program; correct or unset it"
+    assert str(error.value) == f"pulse_kernels: {wanted}"
+
+
+def test_a_variable_that_nobody_came_to_is_not_told(extensions, tmp_path, capfd):
+    assert extensions(NVCC=fake_nvcc(tmp_path, "13.0"), CUDA_HOME="/nowhere", PULSE_CUDA="1") == BOTH
+    assert "nowhere" not in capfd.readouterr().err
+
+
+class TestCompiler:
+    def test_none(self, extensions, tmp_path, capfd, monkeypatch):
+        monkeypatch.delenv("CXX")
+        assert extensions(PATH=str(tmp_path)) == []
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "no C++ compiler (looked for c++, g++ and clang++ in PATH, CXX is not set); install a compiler" in line
+        assert line.endswith("name it in CXX: installing without the compiled libraries")
+        with pytest.raises(SystemExit, match=r"PULSE_CUDA=1, but the CUDA library cannot be built: no C\+\+ compiler"):
+            extensions(PULSE_CUDA="1")
+
+    def test_cxx_names_none(self, extensions, capfd):
+        assert extensions(CXX="/nowhere/g++-99") == []
+        assert "CXX=/nowhere/g++-99 names no program; correct or unset it, or install" in capfd.readouterr().err
+
+    def test_one_that_does_not_know_the_language(self, extensions, tmp_path, capfd):
+        program = tmp_path / "old-g++"
+        program.write_text(
+            '#!/bin/sh\n[ "$1" = --version ] && echo "old-g++ 4.8" || { echo "what is c++17" >&2; exit 1; }\n'
+        )
+        program.chmod(0o755)
+        assert extensions(CXX=str(program)) == []
+        assert f"{program} (old-g++ 4.8) does not compile C++17 (what is c++17); install" in capfd.readouterr().err
+
+
 def test_cuda_home_comes_before_path(extensions, tmp_path, capfd):
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -95,7 +146,7 @@ def test_an_nvcc_that_does_not_work_with_the_host_compiler(extensions, tmp_path)
         '#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0," || { echo "no such gcc" >&2; exit 1; }\n'
     )
     program.chmod(0o755)
-    with pytest.raises(SystemExit, match=r"does not compile with .*c\+\+ \(no such gcc\); name another in CXX"):
+    with pytest.raises(SystemExit, match=r"does not compile with .*c\+\+ \(.+\): no such gcc; name a compiler"):
         extensions(NVCC=str(program), PULSE_CUDA="1")
 
 
