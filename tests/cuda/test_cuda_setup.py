@@ -6,6 +6,7 @@ import os
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
@@ -157,3 +158,37 @@ def test_left_out_when_asked(extensions, tmp_path, capfd):
     with pytest.raises(SystemExit, match="expected 1"):
         extensions(PULSE_CUDA="yes")
     assert extensions(PULSE_CUDA="", PULSE_NATIVE="0") == []
+
+
+def test_what_is_demanded_and_left_out_at_once_is_an_error(extensions, tmp_path):
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    with pytest.raises(SystemExit) as error:
+        extensions(NVCC=nvcc, PULSE_CUDA="1", PULSE_NATIVE="0")
+    wanted = "PULSE_CUDA=1 demands what PULSE_NATIVE=0 leaves out; unset one of them"
+    assert str(error.value) == f"pulse_kernels: {wanted}"
+
+
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_a_library_of_an_earlier_build_is_not_shipped(monkeypatch, tmp_path, cuda):
+    """build/lib keeps what was built before, and a wheel takes all that lies there."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: asked.update(arguments))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("PULSE_NATIVE", raising=False)
+    monkeypatch.setenv("NVCC", fake_nvcc(tmp_path, "13.0"))
+    monkeypatch.setenv("PULSE_CUDA", cuda)
+    for name in ("CXX", "CC"):
+        monkeypatch.setenv(name, shutil.which("c++"))
+    runpy.run_path(str(SETUP))
+    folder = tmp_path / "lib" / "pulse_kernels"
+    folder.mkdir(parents=True)
+    for name in ("__init__.py", "_cpu.abi3.so", "_cuda.abi3.so", "_cuda.cpython-310-x86_64-linux-gnu.so"):
+        (folder / name).write_text("old")
+    build = asked["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": asked["ext_modules"]}))
+    build.build_lib, build.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
+    build.ensure_finalized()
+    build.build_extension = lambda ext: Path(build.get_ext_fullpath(ext.name)).write_text("new")
+    build.run()
+    found = {path.name: path.read_text() for path in folder.iterdir()}
+    built = {"_cpu.abi3.so": "new"} | ({"_cuda.abi3.so": "new"} if cuda == "1" else {})
+    assert found == {"__init__.py": "old", **built}
