@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import setuptools
 import torch
+from packaging.requirements import Requirement
 
 SETUP = Path(__file__).parents[2] / "setup.py"
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="setup.py wants a C++ compiler first")
@@ -192,3 +193,13 @@ def test_a_library_of_an_earlier_build_is_not_shipped(monkeypatch, tmp_path, cud
     found = {path.name: path.read_text() for path in folder.iterdir()}
     built = {"_cpu.abi3.so": "new"} | ({"_cuda.abi3.so": "new"} if cuda == "1" else {})
     assert found == {"__init__.py": "old", **built}
+
+
+def test_the_pins_suit_both_builds_of_torch():
+    """2.13.0 from PyPI, a CUDA build, asks for triton 3.7.1; its CPU build for none, and pip takes the highest."""
+    lines = [line.split("#")[0].strip() for line in (SETUP.parent / "constraints.txt").read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    assert all("==" in str(pin.specifier) for pin in pins if pin.name != "triton")
+    by_name = {pin.name: pin for pin in pins}
+    assert "2.13.0" in by_name["torch"].specifier
+    assert [version in by_name["triton"].specifier for version in ("3.7.1", "3.9.0", "3.9.1")] == [True, True, False]
