@@ -162,6 +162,7 @@ class TestGpusWithoutCode:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(native, "_load", lambda name, *rest: native.Library(name, None, True, ""))
         monkeypatch.setattr(triton, "why_not", lambda: "no compiler")
+        monkeypatch.setattr(triton, "interpreted", lambda: False)
         for name in ("PULSE_BACKEND", "PULSE_NATIVE"):
             monkeypatch.delenv(name, raising=False)
         backends.for_device.cache_clear()
