@@ -2,8 +2,9 @@
 
 PULSE_NATIVE=0 leaves both out; so does a machine without a C++ compiler, and the package then works through its
 reference back end. The CUDA library needs nvcc of CUDA 12.8 or later ($NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin or PATH),
-but no GPU and no CUDA build of torch: it is left out where there is no such nvcc. PULSE_CUDA=1 makes that an error,
-PULSE_CUDA=0 leaves it out always. MAX_JOBS bounds parallel compilation. Nothing here touches the network.
+but no GPU and no CUDA build of torch: it is left out where there is no such nvcc. PULSE_CUDA=1 makes that an error, and
+so a variable that names no nvcc; PULSE_CUDA=0 leaves it out always. MAX_JOBS bounds parallel compilation. Nothing here
+touches the network.
 """
 
 from __future__ import annotations
@@ -146,29 +147,54 @@ class Abi3Wheel(bdist_wheel):
         super().finalize_options()
 
 
-def compiler_works() -> bool:
-    """Whether the C++ compiler that setuptools would use compiles a C++17 file."""
-    candidates = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]
-    found = next((shutil.which(name) for name in candidates if name and shutil.which(name)), None)
+def first_line(*command: str) -> str:
+    """Of what a program says of its version."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"does not run: {error}"
+    return next(iter(done.stdout.strip().splitlines()), "tells no version")
+
+
+def why_no_compiler() -> str:
+    """Empty where the C++ compiler that setuptools would use knows C++17; else what was found, and the fix."""
+    asked = os.environ.get("CXX", "").split(" ")[0]
+    fix = "install a compiler of C++17, such as g++ 9 or later, and name it in CXX"
+    if asked and shutil.which(asked) is None:
+        return f"CXX={os.environ['CXX']} names no program; correct or unset it, or {fix}"
+    found = next((path for name in (asked, "c++", "g++", "clang++") if name and (path := shutil.which(name))), None)
     if found is None:
-        return False
+        return f"no C++ compiler (looked for c++, g++ and clang++ in PATH, CXX is not set); {fix}"
     os.environ.setdefault("CXX", found)
     os.environ.setdefault("CC", found)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <optional>\nint main() { return std::optional<int>(0).value(); }\n")
-        command = f'"{found}" -std=c++17 -c "{source}" -o "{source}.o"'
-        return os.system(command + " > /dev/null 2>&1") == 0
+        command = [found, "-std=c++17", "-c", str(source), "-o", f"{source}.o"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip()[:300] or f"exit status {done.returncode}"
+    return f"{found} ({first_line(found, '--version')}) does not compile C++17 ({said}); {fix}"
 
 
-def find_nvcc() -> str | None:
-    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    names = [os.environ.get("NVCC"), *(str(Path(folder, "bin", "nvcc")) for folder in folders if folder), "nvcc"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def find_nvcc() -> tuple[str | None, list[str]]:
+    """(the first nvcc found, what the variables before it name in vain)"""
+    wrong = []
+    for variable in ("NVCC", "CUDA_HOME", "CUDA_PATH"):
+        if value := os.environ.get(variable):
+            name = value if variable == "NVCC" else str(Path(value, "bin", "nvcc"))
+            if path := shutil.which(name):
+                return path, wrong
+            wrong.append(f"{variable}={value}, but {name} is no program")
+    return shutil.which("nvcc"), wrong
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int] | None:
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    except OSError:  # such as a program of another machine
+        return None
     found = re.search(r"release (\d+)\.(\d+)", done.stdout)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -195,7 +221,9 @@ def why_no_cuda(nvcc: str | None, torch_version: str, torch_cuda: str | None) ->
         command = [nvcc, "-ccbin", host, "-std=c++17", "-c", str(source), "-o", f"{source}.o"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            return f"{nvcc_is} and does not compile with {host} ({done.stderr.strip()[:300]}); name another in CXX"
+            host_is = f"{host} ({first_line(host, '--version')})"
+            said = done.stderr.strip()[:300] or f"exit status {done.returncode}"
+            return f"{nvcc_is} and does not compile with {host_is}: {said}; name a compiler that it supports in CXX"
     return ""
 
 
@@ -206,7 +234,11 @@ def cuda_extensions(torch_dir: Path, torch_version: str, torch_cuda: str | None)
     if wish == "0":
         say("PULSE_CUDA=0: installing without the CUDA library")
         return []
-    nvcc = find_nvcc()
+    nvcc, wrong = find_nvcc()
+    if wrong and wish == "1":
+        raise SystemExit(f"pulse_kernels: PULSE_CUDA=1 and {'; '.join(wrong)}; correct or unset it")
+    for line in wrong:
+        say(f"{line}: looking further; correct or unset it")
     reason = why_no_cuda(nvcc, torch_version, torch_cuda)
     if reason and wish == "1":
         raise SystemExit(f"pulse_kernels: PULSE_CUDA=1, but the CUDA library cannot be built: {reason}")
@@ -235,12 +267,14 @@ def extensions() -> list[Extension]:
             raise SystemExit("pulse_kernels: PULSE_CUDA=1 demands what PULSE_NATIVE=0 leaves out; unset one of them")
         say("PULSE_NATIVE=0: installing without the compiled libraries")
         return []
-    missing = "" if compiler_works() else "no working C++17 compiler (tried $CXX, c++, g++, clang++)"
+    missing = why_no_compiler()
     if not missing:
         try:
             import torch
         except ImportError:
-            missing = "torch is not importable in the build environment"
+            missing = (
+                "torch is not importable in the build environment; install it, and build with --no-build-isolation"
+            )
     if missing:
         if os.environ.get("PULSE_CUDA") == "1":
             raise SystemExit(f"pulse_kernels: PULSE_CUDA=1, but the CUDA library cannot be built: {missing}")

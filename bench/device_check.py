@@ -3,6 +3,11 @@
 Environment, build, doctor, ``pytest -m gpu``, compute-sanitizer and measurements, in under 8 minutes; prints a short
 table last, writes JSON and Markdown under bench/results/. ``--dry-run`` walks all of it on a CPU. Each part runs in a
 process of its own, so that one that dies takes no other with it.
+
+Exit codes: 0 all ran and was right; 1 something failed or was wrong; 2 there is nothing to check, or wrong usage; 3 all
+that ran was right, but not everything ran: the table says NOT RUN where time was over or pytest is absent. Skipped, and
+no reason for 3, are a build that is not needed, the sanitizer without compute-sanitizer, rows without the CUDA library
+and rows that do not fit into the GPU's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent), str(ROOT)]
 
 from bench.device import steps  # noqa: E402
-from bench.device.steps import FAILED, OK, SKIPPED, Budget, Step  # noqa: E402
+from bench.device.steps import FAILED, NOT_RUN, OK, SKIPPED, Budget, Step  # noqa: E402
 
 NEEDS = """\
 needs on the GPU's machine: a CUDA build of torch >= 2.11, triton >= 3.6, numpy and safetensors, which images with torch
 have; Python >= 3.10. Nothing is downloaded. Bring wheels, for the Python there, of what `pip list` lacks:
 
   zstandard    always (pip download --no-deps --only-binary :all: --python-version 3.12 zstandard)
-  pytest       with iniconfig, pluggy and packaging, for the tests; without it that step is skipped
+  pytest       with iniconfig, pluggy and packaging, for the tests; without it they do not run: exit code 3
   setuptools   >= 77, for --build
   pulse_kernels itself, as `make wheel` builds it: its CUDA library packs indices and is the CUB contender; without it,
                or nvcc and --build, those rows are skipped
@@ -66,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.out or (Path(tempfile.mkdtemp(prefix="device-check-")) if options.dry_run else _results())
     paths = report.write(folder)
     print(f"\n{report.table()}\n\n" + "\n".join(str(path) for path in paths))
-    return 1 if report.failed else 0
+    return 1 if report.failed else 3 if report.not_run else 0
 
 
 def _results() -> Path:
@@ -154,10 +160,10 @@ def _environment(budget: Budget, variables: dict[str, str]) -> Step:
 
 def _tests(budget: Budget, variables: dict[str, str], facts: dict[str, Any]) -> Step:
     if facts["packages"]["pytest"] is None:
-        return Step("tests", SKIPPED, "pytest is not installed; --help names the wheels to bring")
+        return Step("tests", NOT_RUN, "pytest is not installed; --help names the wheels to bring")
     seconds = _share(budget, "tests")
     if seconds < 20:
-        return Step("tests", SKIPPED, "no time left beside the measurements")
+        return Step("tests", NOT_RUN, "no time left beside the measurements")
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "tests.xml"
         done = steps.run(steps.child("tests", "--into", str(into)), seconds, variables)
@@ -179,8 +185,8 @@ def _counts(path: Path) -> dict[str, int]:
 
 def _sanitizer(budget: Budget, variables: dict[str, str], dry_run: bool) -> Step:
     seconds = _share(budget, "sanitizer")
-    if seconds < 20:
-        return Step("sanitizer", SKIPPED, "no time left beside the measurements")
+    if seconds < 20 and (dry_run or shutil.which("compute-sanitizer")):
+        return Step("sanitizer", NOT_RUN, "no time left beside the measurements")
     return steps.sanitizer(seconds, variables, dry_run)
 
 
@@ -201,8 +207,8 @@ def _measure(budget: Budget, variables: dict[str, str], dry_run: bool) -> tuple[
         return Step("measure", FAILED, f"nothing measured: {done.why_failed()}", done.seconds, output=done.tail), {}
     rows = {row.pop("key"): row for row in lines[1:]}
     for key, section in lines[0]["plan"]:
-        rows.setdefault(key, {"section": section, "skipped": f"the process ended before: {done.why_failed()}"})
-    measured = sum("skipped" not in row for row in rows.values())
+        rows.setdefault(key, {"section": section, "not_run": f"the process ended before: {done.why_failed()}"})
+    measured = sum("contenders" in row for row in rows.values())
     detail = f"{measured} of {len(rows)} rows"
     if done.code == 0:
         return Step("measure", OK, detail, done.seconds), rows

@@ -31,6 +31,10 @@ class CheckpointError(PulseError):
     """A checkpoint file or folder that cannot be read or written as asked."""
 
 
+class BackEndError(PulseError, RuntimeError):
+    """PULSE_BACKEND asks for what does not exist, or for what is absent here; tells why."""
+
+
 @contextmanager
 def naming(patch: str | os.PathLike[str]) -> Iterator[None]:
     """A PatchFormatError from inside also says which file it is about and what to do."""

@@ -28,7 +28,7 @@ def measure(seconds: float, dry_run: bool, out: TextIO) -> None:
         left = deadline - time.monotonic()
         needed = 0.0 if dry_run else case.seconds
         if left < needed:
-            row: dict[str, Any] = {"skipped": f"no time: takes about {needed:.0f} s, {max(left, 0):.0f} s are left"}
+            row: dict[str, Any] = {"not_run": f"no time: takes about {needed:.0f} s, {max(left, 0):.0f} s are left"}
         else:
             row = row_of(case, clock, 1 if dry_run else ROUNDS, 0 if dry_run else WARM_UP)
         _write(out, {"key": case.key, "section": case.section, **row})

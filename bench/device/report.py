@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.device import goals
 from bench.device.cases import COMPILED, CUB, EAGER
-from bench.device.steps import FAILED, Step
+from bench.device.steps import FAILED, NOT_RUN, Step
 
 DRY_RUN = "DRY RUN on the CPU, through Triton's interpreter, at small sizes: its times mean nothing"
 _PEERS = (EAGER, COMPILED, CUB)
@@ -20,9 +20,12 @@ _HEAD = ("", "ms", "GB/s", "of copy", *_PEERS, "result")
 
 
 def status(row: dict[str, Any]) -> str:
-    """ok; WRONG where a result was; FAILED where one of ours raised; else why the row has no figure of ours."""
+    """ok; WRONG where a result was; FAILED where one of ours raised; NOT RUN where time was over; else why the row has
+    no figure of ours."""
     if "failed" in row:
         return f"FAILED: {row['failed']}"
+    if "not_run" in row:
+        return f"{NOT_RUN}: {row['not_run']}"
     if "skipped" in row:
         return f"skipped: {row['skipped']}"
     contenders = row["contenders"]
@@ -37,7 +40,8 @@ def status(row: dict[str, Any]) -> str:
 
 @dataclass
 class Report:
-    """rows: by their keys, in the order of the plan; those with ``skipped`` or ``failed`` have no contenders."""
+    """rows: by their keys, in the order of the plan; those with ``skipped``, ``not_run`` or ``failed`` have no
+    contenders."""
 
     device: str
     date: str
@@ -51,6 +55,12 @@ class Report:
     def failed(self) -> bool:
         wrong = any(status(row).startswith(("WRONG", "FAILED")) for row in self.rows.values())
         return wrong or any(step.outcome == FAILED for step in self.steps)
+
+    @property
+    def not_run(self) -> list[str]:
+        """Steps and rows that were wanted and not run."""
+        steps = [step.name for step in self.steps if step.outcome == NOT_RUN]
+        return steps + [key for key, row in self.rows.items() if status(row).startswith(NOT_RUN)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,6 +78,7 @@ class Report:
                 for key, row in self.rows.items()
             ],
             "failed": self.failed,
+            "not_run": self.not_run,
         }
 
     def goals(self) -> list[dict[str, Any]]:
@@ -125,11 +136,17 @@ class Report:
         if self.rows:
             lines += ["", *_aligned([_HEAD, *(cells for _, cells in self._lines())])]
             lines += ["", *_aligned([("goal on an H200", "bound", "here", ""), *self._verdicts()])]
+        if self.not_run:
+            lines += ["", self._what_did_not_run()]
         return "\n".join(lines)
+
+    def _what_did_not_run(self) -> str:
+        return f"NOT EVERYTHING RAN in {self.minutes:g} minutes: {', '.join(self.not_run)}"
 
     def markdown(self) -> str:
         lines = [f"# Device check: {self.device}", "", f"{self.date}, `python bench/device_check.py`.", ""]
         lines += [f"**{DRY_RUN}.**", ""] if self.dry_run else []
+        lines += [f"**{self._what_did_not_run()}.**", ""] if self.not_run else []
         packages = self.environment.get("packages", {})
         lines += [", ".join(f"{name} {version}" for name, version in packages.items() if version) + ".", ""]
         facts = {name: self.environment.get(name) for name in ("python", "driver", "cuda_of_torch", "nvcc", "commit")}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pulse_kernels.backends import cpu, cuda, native, reference, triton, two_pass
+from pulse_kernels.errors import BackEndError
 
 NAMES = ("triton", "cuda", "cpu", "reference")
 
@@ -95,29 +96,41 @@ def _why_not(name: str) -> str:
     return (native.cuda_library() if name == "cuda" else native.cpu_library()).reason
 
 
-@functools.cache
-def for_device(device_type: str) -> BackEnd:
-    """What computes operators on tensors of this device type."""
+def asked_for() -> str | None:
+    """What PULSE_BACKEND names; BackEndError where there is no such back end."""
     asked = os.environ.get("PULSE_BACKEND") or None
     if asked not in (None, *NAMES):
-        raise ValueError(f"PULSE_BACKEND is {asked!r}, expected one of {', '.join(NAMES)}")
+        raise BackEndError(f"PULSE_BACKEND is {asked!r}, expected one of {', '.join(NAMES)}; or unset it")
+    return asked
+
+
+def order(device_type: str) -> tuple[list[str], list[str]]:
+    """(back ends that would serve a device type, first to last; those of them that are present). BackEndError where
+    PULSE_BACKEND asks for one that is not."""
+    asked = asked_for()
     wanted = [name for name in NAMES if _serves(name, device_type)]
     if asked in wanted:
         if reason := _why_not(asked):
-            raise RuntimeError(f"PULSE_BACKEND={asked} cannot compute {device_type} tensors: {reason}")
+            raise BackEndError(f"PULSE_BACKEND={asked} cannot compute {device_type} tensors: {reason}")
         wanted = wanted[wanted.index(asked) :]
     elif device_type == "cpu":
         wanted = [name for name in wanted if name != "triton"]  # the interpreter, for tests, only where it is asked for
-    names = [name for name in wanted if not _why_not(name)]
+    return wanted, [name for name in wanted if not _why_not(name)]
+
+
+@functools.cache
+def for_device(device_type: str) -> BackEnd:
+    """What computes operators on tensors of this device type."""
+    wanted, names = order(device_type)
     if device_type == "cpu" and "cpu" in wanted:
         native.cpu_library_or_warn()
     elif names != wanted and os.environ.get("PULSE_NATIVE") != "0":
         reasons = "; ".join(f"{name}: {_why_not(name)}" for name in wanted if name not in names)
         warnings.warn(f"pulse_kernels: a slower back end stands in on CUDA tensors ({reasons})", stacklevel=3)
     layers = [layer for name in names for layer in _layers_of(name)]
-    if device_type == "cuda" and asked != "reference":
+    if device_type == "cuda" and wanted != ["reference"]:
         layers.insert(-1, _ThroughHost)  # before the reference
     return BackEnd(names, layers)
 
 
-__all__ = ["BackEnd", "cpu", "cuda", "for_device", "native", "reference", "triton"]
+__all__ = ["BackEnd", "asked_for", "cpu", "cuda", "for_device", "native", "order", "reference", "triton"]

@@ -57,16 +57,21 @@ def cpu_library() -> Library:
 
 @functools.cache
 def cuda_library() -> Library:
-    """Load ``_cuda.abi3.so`` once; never raises. It needs a CUDA build of torch, but no GPU to load."""
+    """Load ``_cuda.abi3.so`` once; never raises. It needs a CUDA build of torch, but no GPU to load.
+
+    Where there are GPUs it must have code for each: one without would fail at its first launch.
+    """
     not_built = (
         "no nvcc of CUDA 12.8 or later at install time, or PULSE_CUDA=0; set CUDA_HOME and run "
         "`PULSE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
     cpu_only = f"torch {torch.__version__} is a CPU-only build; with a CUDA build of torch the library loads"
     library = _load("cuda", "runtime_version", not_built, "" if torch.version.cuda else cpu_only)
-    if library.loaded and (reason := why_too_new(torch.ops.pulse_kernels_cuda.runtime_version())):
-        return Library("cuda", library.path, False, reason)
-    return library
+    if not library.loaded:
+        return library
+    raw = torch.ops.pulse_kernels_cuda
+    reason = why_too_new(raw.runtime_version()) or why_no_code(raw.architectures())
+    return Library("cuda", library.path, False, reason) if reason else library
 
 
 def why_too_new(runtime: int) -> str:
@@ -80,6 +85,28 @@ def why_too_new(runtime: int) -> str:
         f"{torch.__version__}) may refuse; install a torch of CUDA {runtime // 1000}.x, or build with an "
         f"nvcc of CUDA {major}.x"
     )
+
+
+def why_no_code(architectures: str) -> str:
+    """Why a library with code for these architectures ("80,90,100") and PTX of the last cannot run on every visible
+    GPU; else ""."""
+    built = [int(number) for number in architectures.split(",") if number.isdigit()]
+    if not built or not torch.cuda.is_available():
+        return ""
+    try:
+        capabilities = [torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # such as CUDA in a forked process
+        return f"torch cannot ask the GPUs for their compute capability: {error}"
+    for k, (major, minor) in enumerate(capabilities):
+        # Code runs on its own and higher minor versions of one major version, PTX on whatever is later.
+        same_major = any(number // 10 == major and number % 10 <= minor for number in built)
+        if not same_major and 10 * major + minor < built[-1]:
+            return (
+                f"GPU {k} has compute capability {major}.{minor}, the library has code for "
+                f"sm_{', sm_'.join(map(str, built))} and later ones; hide that GPU by CUDA_VISIBLE_DEVICES, or leave "
+                "its tensors to the other back ends"
+            )
+    return ""
 
 
 @functools.cache

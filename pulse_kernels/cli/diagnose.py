@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from pulse_kernels import backends
 from pulse_kernels.backends import native
 from pulse_kernels.cli.arguments import command
+from pulse_kernels.errors import BackEndError
 
 
 def add_commands(commands: Any) -> None:
@@ -70,6 +72,10 @@ def _triton_entry() -> dict[str, Any]:
     from pulse_kernels.backends import triton
 
     reason = triton.why_not()
+    if not reason and not torch.version.cuda and not triton.interpreted():
+        reason = (
+            f"triton {_version_of('triton')} serves CUDA tensors, and torch {torch.__version__} is a CPU-only build"
+        )
     return {
         "name": "triton",
         "present": not reason,
@@ -95,6 +101,29 @@ def _cuda_devices() -> list[dict[str, Any]]:
     ]
 
 
+# What changes which back end computes, how fast, or what is told.
+_VARIABLES = (
+    *("PULSE_BACKEND", "PULSE_CPU", "PULSE_NATIVE", "PULSE_DEBUG", "MAX_JOBS", "TRITON_INTERPRET"),
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def _order(device_type: str, devices: list[dict[str, Any]]) -> tuple[list[str], str]:
+    """(the back ends of a device type, first to last, a line about them)"""
+    if device_type == "cuda" and not devices:
+        return [], "nobody: no CUDA device"
+    try:
+        wanted, names = backends.order(device_type)
+    except BackEndError as error:
+        return [], f"nobody: {error}"
+    line = ", then ".join(names)
+    if device_type == "cuda" and "cuda" not in names and wanted != ["reference"]:
+        line += "; indices are packed on the CPU"
+    if names == ["reference"]:
+        line += " (every result is the same, at a fraction of the speed)"
+    return names, line
+
+
 def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from pulse_kernels import __version__
     from pulse_kernels.backends import cpu
@@ -115,11 +144,8 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         name: _version_of(name)
         for name in ("torch", "triton", "numpy", "zstandard", "safetensors", "rich", "matplotlib")
     }
-    environment = {
-        name: os.environ[name]
-        for name in ("PULSE_NATIVE", "PULSE_CPU", "MAX_JOBS", "TRITON_INTERPRET")
-        if name in os.environ
-    }
+    environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    orders = {device_type: _order(device_type, devices) for device_type in ("cpu", "cuda")}
     data = {
         "version": __version__,
         "python": platform.python_version(),
@@ -131,6 +157,7 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         "packages": packages,
         "environment": environment,
         "back_ends": back_ends,
+        "order": {device_type: names for device_type, (names, _) in orders.items()},
     }
     lines = [
         f"pulse_kernels {__version__}  Python {platform.python_version()}  {platform.platform()}",
@@ -144,8 +171,8 @@ def _doctor(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     lines.append("back ends")
     for entry in back_ends:
         lines.append(f"  {'yes' if entry['present'] else 'no ':3}  {entry['name']:<10} {entry['detail']}")
-    if not library.loaded:
-        lines.append("CPU tensors use reference: every result is the same, at a fraction of the speed")
+    lines.append("who computes, the first that has the operator")
+    lines += [f"  {device_type.upper():<5} tensors  {line}" for device_type, (_, line) in orders.items()]
     return 0, data, "\n".join(lines)
 
 

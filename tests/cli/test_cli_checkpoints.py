@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pulse_kernels import backends
+from pulse_kernels.backends import native
 from pulse_kernels.cli import main
 
 State = dict[str, torch.Tensor]
@@ -155,6 +157,51 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["apply", "A", "p"])
     assert ended.value.code == 2
+
+
+class TestErrorsOfTheEnvironment:
+    """One line on stderr each, and nothing written."""
+
+    @pytest.fixture(autouse=True)
+    def anew(self, monkeypatch, tmp_path):
+        for name, value in (("a", 0.0), ("b", 1.0)):
+            save(tmp_path / name, {"w": torch.full((4000,), value)}, 1)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("PULSE_DEBUG", raising=False)
+        backends.for_device.cache_clear()
+        yield
+        monkeypatch.undo()
+        backends.for_device.cache_clear()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+    @pytest.mark.parametrize("command", [["diff", "a", "b", "-o", "p"], ["inspect", "a"], ["doctor"]])
+    def test_a_back_end_that_does_not_exist(self, command, capsys, monkeypatch):
+        monkeypatch.setenv("PULSE_BACKEND", "nonsense")
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        wanted = "PULSE_BACKEND is 'nonsense', expected one of triton, cuda, cpu, reference; or unset it"
+        assert line == f"pulse-kernels: error: {wanted}"
+        assert run(capsys, *command) == (2, {"error": {"type": "BackEndError", "message": wanted}, "exit_code": 2})
+
+    def test_a_back_end_that_is_absent(self, capsys, monkeypatch):
+        monkeypatch.setenv("PULSE_BACKEND", "cpu")
+        library = native.Library("cpu", None, False, "not built")
+        monkeypatch.setattr(native, "cpu_library", lambda: library)
+        assert main(["diff", "a", "b", "-o", "p"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == "pulse-kernels: error: PULSE_BACKEND=cpu cannot compute cpu tensors: not built"
+
+    def test_pytorch_fails(self, capsys, monkeypatch):
+        def fails(device_type):
+            raise RuntimeError("device lost\nframe #0: somewhere in C++")
+
+        monkeypatch.setattr(backends, "order", fails)
+        assert main(["diff", "a", "b", "-o", "p"]) == 6
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == "pulse-kernels: error: RuntimeError: device lost (PULSE_DEBUG=1 shows where)"
+        monkeypatch.setenv("PULSE_DEBUG", "1")
+        with pytest.raises(RuntimeError, match="device lost"):
+            main(["diff", "a", "b", "-o", "p"])
 
 
 def test_verify_counts_what_it_does_not_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

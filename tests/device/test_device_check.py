@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from bench import device_check  # noqa: E402
 from bench.device import cases, data, goals, measure, steps, timing  # noqa: E402
 from bench.device.report import Report, status  # noqa: E402
 
@@ -53,6 +55,7 @@ def test_every_step_was_walked(dry_run):
     assert outcomes.pop("build") in ("ok", "skipped")
     assert set(outcomes.values()) == {"ok"}
     assert not found["failed"]
+    assert found["not_run"] == []
     tests = next(step for step in found["steps"] if step["name"] == "tests")
     assert tests["facts"]["passed"] > 80
     assert tests["facts"]["failures"] == tests["facts"]["errors"] == 0
@@ -155,6 +158,65 @@ def test_a_failed_step_fails():
     assert not report_of({}, steps.Step("tests", steps.SKIPPED, ""), steps.Step("doctor", steps.OK, "")).failed
 
 
+@pytest.fixture
+def check(monkeypatch, tmp_path, capsys):
+    """Runs main with steps in place of the real ones: (exit code, what it printed, its JSON)."""
+
+    def run_main(*done, rows=None):
+        report = report_of(rows or {}, *done)
+        monkeypatch.setattr(device_check, "_check", lambda options: report)
+        code = device_check.main(["--out", str(tmp_path)])
+        (found,) = tmp_path.glob("*.json")
+        (markdown,) = tmp_path.glob("*.md")
+        return code, capsys.readouterr().out, json.loads(found.read_text()), markdown.read_text()
+
+    return run_main
+
+
+LATE = {"section": "Gate", "not_run": "no time: takes about 9 s, 2 s are left"}
+
+
+def test_what_did_not_run_is_told_and_has_a_code_of_its_own(check):
+    tests = steps.Step("tests", steps.NOT_RUN, "no time left beside the measurements")
+    rows = {"copy": row_with(entrant("copy")), "gate/1e9/1%/update": LATE}
+    code, printed, found, markdown = check(steps.Step("doctor", steps.OK, ""), tests, rows=rows)
+    assert code == 3
+    assert found["not_run"] == ["tests", "gate/1e9/1%/update"]
+    assert not found["failed"]
+    last = "NOT EVERYTHING RAN in 7.5 minutes: tests, gate/1e9/1%/update"
+    assert last in printed.splitlines()[-5:]
+    assert f"**{last}.**" in markdown
+    assert "tests   NOT RUN  no time left" in printed
+    assert "NOT RUN: no time: takes about 9 s" in printed
+
+
+def test_a_failure_comes_before_what_did_not_run(check):
+    failed = steps.Step("doctor", steps.FAILED, "")
+    assert check(failed, steps.Step("tests", steps.NOT_RUN, ""))[0] == 1
+
+
+def test_what_may_be_skipped_changes_no_exit_code(check):
+    done = [steps.Step(name, steps.SKIPPED, "documented") for name in ("build", "sanitizer")]
+    code, printed, found, _ = check(*done, rows={"copy": {"section": "Copy", "skipped": "memory: takes 90 GB"}})
+    assert (code, found["not_run"]) == (0, [])
+    assert "NOT EVERYTHING" not in printed
+
+
+def test_steps_without_time_did_not_run(monkeypatch):
+    late = steps.Budget(0)
+    everything = {"packages": {"pytest": "9"}}
+    assert device_check._tests(late, {}, everything).outcome == steps.NOT_RUN
+    assert device_check._tests(steps.Budget(600), {}, {"packages": {"pytest": None}}).outcome == steps.NOT_RUN
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert device_check._sanitizer(late, {}, False).outcome == steps.SKIPPED  # with all the time it would be no other
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert device_check._sanitizer(late, {}, False).outcome == steps.NOT_RUN
+    stopped = steps.Finished(None, "", 1.0)
+    monkeypatch.setattr(steps, "run", lambda *arguments: stopped)
+    found = steps.sanitizer(60, {}, False)
+    assert (found.outcome, found.detail) == (steps.NOT_RUN, "memcheck: no time left, racecheck: no time left")
+
+
 def test_what_does_not_fit_is_skipped_with_the_reason():
     def too_large():
         raise cases.DoesNotFit("takes 90 GB")
@@ -178,7 +240,7 @@ def test_rows_without_time_say_so():
     plan, *rows = [json.loads(line) for line in out.getvalue().splitlines()]
     assert {key for key, _ in plan["plan"]} == ROWS
     assert [row["key"] for row in rows] == [key for key, _ in plan["plan"]]
-    assert all(status(row).startswith("skipped: no time") for row in rows)
+    assert all(status(row).startswith("NOT RUN: no time") for row in rows)
     assert plan["plan"][0][0] == "copy"  # the most important come first
     assert plan["plan"][1][0] == goals.GATE
 

@@ -10,6 +10,7 @@ import torch
 
 from pulse_kernels import backends
 from pulse_kernels.backends import native, reference, triton
+from pulse_kernels.errors import BackEndError
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ class TestCuda:
 class TestAsked:
     def test_nonsense(self, fresh):
         fresh.setenv("PULSE_BACKEND", "gpu")
-        with pytest.raises(ValueError, match="PULSE_BACKEND is 'gpu', expected one of triton, cuda, cpu, reference"):
+        with pytest.raises(BackEndError, match="PULSE_BACKEND is 'gpu', expected one of triton, cuda, cpu, reference"):
             backends.for_device("cpu")
 
     @pytest.mark.parametrize("asked", ["triton", "cuda"])
@@ -94,7 +95,7 @@ class TestAsked:
     def test_what_is_absent(self, fresh):
         fresh.setattr(native, "cuda_library", lambda: library("cuda", "no nvcc of CUDA 12.8"))
         fresh.setenv("PULSE_BACKEND", "cuda")
-        with pytest.raises(RuntimeError, match="PULSE_BACKEND=cuda cannot compute cuda tensors: no nvcc of CUDA"):
+        with pytest.raises(BackEndError, match="PULSE_BACKEND=cuda cannot compute cuda tensors: no nvcc of CUDA"):
             backends.for_device("cuda")
 
     def test_reference(self, fresh):
