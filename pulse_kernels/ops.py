@@ -7,8 +7,9 @@ pure form are two operators, so that the schemas' mutation marks are honest: a t
 Positions ("indices") are row-major logical positions, sorted, unique, int32 up to 2^31-1 elements and int64 above,
 unless ``index_dtype`` asks for one. All operators take tensors of any shape, contiguous or not, empty ones included.
 None is differentiable. Errors: TypeError for dtypes, ValueError for shapes and devices, IndexError for positions out of
-order or range; after an error in the arguments every tensor is as it was. A ``_many`` form that runs out of memory, or
-is interrupted, may have written some of its tensors whole.
+order or range; after an error in the arguments every tensor is as it was. So it is where memory runs out, except that
+the plain PyTorch back end, and a ``_many`` form whose tensors overlap or lie on several devices, may have written some
+of them; so may one that is interrupted.
 """
 
 from __future__ import annotations

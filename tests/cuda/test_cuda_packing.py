@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from allocations import Refusals
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_helpers import int_bits, random_bits, random_positions, seeds
+from op_helpers import all_same_bits, int_bits, random_bits, random_positions, seeds
 
 from pulse_kernels.backends import cuda, reference
 from pulse_kernels.errors import PatchFormatError
@@ -269,6 +270,27 @@ def test_nothing_is_written_when_one_blob_is_bad(simulated):
         cuda.exchange_packed_many_([weights[0].view(10, 100).t()], blobs[:1], values[:1], True)
     with pytest.raises(ValueError, match="dtype"):
         cuda.exchange_packed_many_(weights[:1], blobs[:1], [values[0].half()], True)
+
+
+def test_running_out_of_memory_changes_nothing(simulated, monkeypatch):
+    weights, indices, values = patches([(1000, 40, torch.bfloat16), (5000, 400, torch.float32)])
+    values[1] = values[1].repeat_interleave(2)[::2]
+    blobs = [reference.pack_indices(index, weight.numel()) for index, weight in zip(indices, weights, strict=True)]
+    simulated.allow(*weights)
+    before, expected = ([weight.clone() for weight in weights] for _ in range(2))
+    for row in zip(expected, indices, values, strict=True):
+        reference.exchange_patch_(*row)
+    launch, refusals = simulated.kernels.launch, Refusals()
+
+    def uncounted(*arguments, **options):
+        with refusals.paused():
+            return launch(*arguments, **options)
+
+    monkeypatch.setattr(simulated.kernels, "launch", uncounted)
+    for _ in refusals.until_done(lambda: cuda.exchange_packed_many_(weights, blobs, values, True)):
+        assert all_same_bits(weights, before), f"allocation {refusals.last} failed"
+    assert all_same_bits(weights, expected)
+    assert refusals.last > 5
 
 
 def test_lists_of_more_than_one_tile_on_both_sides(simulated):
