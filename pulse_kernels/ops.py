@@ -15,7 +15,7 @@ of them; so may one that is interrupted.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pulse_kernels import backends, checks
 from pulse_kernels.checks import short
+from pulse_kernels.errors import PatchFormatError
 
 _NAMESPACE = "pulse_kernels"
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -97,7 +98,11 @@ def _by_device(function: str, tensors: Sequence[Tensor], *columns: Sequence[Any]
     results: list[Any] = [None] * len(tensors)
     for device, rows in checks.rows_by_device(tensors).items():
         call = getattr(backends.for_device(device.type), function)
-        found = call(*([column[k] for k in rows] for column in columns))
+        try:
+            found = call(*([column[k] for k in rows] for column in columns))
+        except PatchFormatError as error:
+            error.row = rows[error.row]
+            raise
         for k, result in zip(rows, found or [], strict=False):
             results[k] = result
     return results
@@ -732,29 +737,39 @@ def _pack_indices_many(indices: list[Tensor], numels: list[int]) -> list[Tensor]
     return _pack(indices, numels)
 
 
-def _check_packed(packed: Tensor) -> None:
-    checks.has_dtype("unpack_indices", "packed", packed, (torch.uint8,))
-    checks.vector("unpack_indices", "packed", packed)
+@contextlib.contextmanager
+def _naming_blob(op: str) -> Iterator[None]:
+    """A PatchFormatError from inside also says which operator was given the blob, and where in its list."""
+    try:
+        yield
+    except PatchFormatError as error:
+        place = f"{op}: packed[{error.row}]" if "_many" in op else op
+        raise PatchFormatError(f"{place}: {error}", error.row) from None
+
+
+def _check_packed(op: str, packed: Tensor) -> None:
+    checks.has_dtype(op, "packed", packed, (torch.uint8,))
+    checks.vector(op, "packed", packed)
 
 
 def _unpack_fake(packed: Tensor, *, index_dtype: torch.dtype | None = None) -> Tensor:
-    _check_packed(packed)
+    _check_packed("unpack_indices", packed)
     # A blob's numel is data; a traced graph takes int64 unless told otherwise.
     return packed.new_empty([_dynamic()], dtype=index_dtype or torch.int64)
 
 
-def _unpack(packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
-    dtypes = []
+def _unpack(op: str, packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
     for blob in packed:
-        _check_packed(blob)
-        _, numel = backends.reference.packed_header(blob)
-        dtypes.append(checks.index_dtype("unpack_indices", numel, index_dtype))
-    return _by_device("unpack_indices_many", packed, packed, dtypes)
+        _check_packed(op, blob)
+    with _naming_blob(op):
+        headers = backends.reference.packed_headers(packed)
+        dtypes = [checks.index_dtype(op, numel, index_dtype) for _, numel in headers]
+        return _by_device("unpack_indices_many", packed, packed, dtypes, headers)
 
 
 @_operator("unpack_indices(Tensor packed, *, ScalarType index_dtype=int64) -> Tensor", _unpack_fake)
 def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -> Tensor:
-    result: Tensor = _unpack([packed], index_dtype)[0]
+    result: Tensor = _unpack("unpack_indices", [packed], index_dtype)[0]
     return result
 
 
@@ -763,7 +778,7 @@ def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -
     lambda packed, *, index_dtype=torch.int64: [_unpack_fake(item, index_dtype=index_dtype) for item in packed],
 )
 def _unpack_indices_many(packed: list[Tensor], *, index_dtype: torch.dtype = torch.int64) -> list[Tensor]:
-    return _unpack(packed, index_dtype)
+    return _unpack("unpack_indices_many", packed, index_dtype)
 
 
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
@@ -786,15 +801,22 @@ def unpack_indices(packed: Tensor, *, index_dtype: torch.dtype | None = None) ->
     packed: uint8 [bytes]. Trusts nothing: raises PatchFormatError where any size, width, offset or index is off.
     """
     if index_dtype is None:
-        _check_packed(packed)
+        if (
+            not torch.compiler.is_compiling()
+        ):  # the operator needs a dtype, and a look at the header for it costs a copy
+            result: Tensor = _unpack("unpack_indices", [packed], None)[0]
+            return result
+        _check_packed("unpack_indices", packed)
         _, numel = backends.reference.packed_header(packed)
         index_dtype = checks.index_dtype("unpack_indices", numel, None)
     return _unpack_indices(packed, index_dtype=index_dtype)
 
 
 def unpack_indices_many(packed: Sequence[Tensor], *, index_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """``unpack_indices`` of each."""
+    """``unpack_indices`` of each, the headers of all read at once."""
     if index_dtype is None:
+        if not torch.compiler.is_compiling():
+            return _unpack("unpack_indices_many", list(packed), None)
         return [unpack_indices(item) for item in packed]
     return _unpack_indices_many(list(packed), index_dtype=index_dtype) if packed else []
 
@@ -821,12 +843,13 @@ def _write_packed(
         _check_packed_patch(op, *row)
     back_end = backends.for_device(weights[0].device.type)
     together = len({weight.device for weight in weights}) == 1 and all(weight.is_contiguous() for weight in weights)
-    if "cuda" in back_end.names and together and not checks.share_memory([*weights, *packed, *values]):
-        return list(back_end.exchange_packed_many_(weights, packed, values, keep_old))
-    dtypes = []
-    for k, (weight, blob, value) in enumerate(zip(weights, packed, values, strict=True)):
-        dtypes.append(checks.index_dtype(op, backends.reference.check_packed_fits(k, weight, blob, value), None))
-    indices = _by_device("unpack_indices_many", packed, packed, dtypes)
+    with _naming_blob(op):
+        if "cuda" in back_end.names and together and not checks.share_memory([*weights, *packed, *values]):
+            return list(back_end.exchange_packed_many_(weights, packed, values, keep_old))
+        headers = backends.reference.packed_headers(packed)
+        backends.reference.check_packed_fit(weights, values, headers)
+        dtypes = [checks.index_dtype(op, numel, None) for _, numel in headers]
+        indices = _by_device("unpack_indices_many", packed, packed, dtypes, headers)
     return _write("exchange_patch_many_" if keep_old else "apply_patch_many_", weights, indices, values)
 
 

@@ -157,7 +157,8 @@ def pack_indices(indices: Tensor, numel: int) -> Tensor:
     return packed
 
 
-def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
+def unpack_indices(packed: Tensor, index_dtype: torch.dtype, header: tuple[int, int] | None = None) -> Tensor:
+    """``header`` is for devices; the library reads its own."""
     indices, error = _raw.unpack(dense(packed), index_dtype is torch.int64)
     if error:
         raise PatchFormatError(f"packed indices: {error}; the bytes are damaged or not from pack_indices")

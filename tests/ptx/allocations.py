@@ -28,6 +28,13 @@ class Refusals(TorchDispatchMode):
         finally:
             self._idle -= 1
 
+    def count(self, call: Callable[[], Any]) -> int:
+        """How many allocations the call makes, none refused."""
+        self.last = self._count = 0
+        with self:
+            call()
+        return self._count
+
     def until_done(self, call: Callable[[], Any]) -> Iterator[int]:
         """Call with the first allocation refused, then the second, ...; yields after each call that failed of it."""
         while True:

@@ -1,4 +1,4 @@
-"""Running out of memory at any allocation of a call that writes leaves every tensor as it was."""
+"""Running out of memory at any allocation of a call that writes leaves every tensor as it was; how many there are."""
 
 from __future__ import annotations
 
@@ -104,3 +104,26 @@ def test_commit(refusals):
         reference.commit_residual_(*row)
     call = lambda: operators.commit_residual_many_(thetas, locals_, residuals, indices)  # noqa: E731
     assert_all_or_nothing(refusals, call, residuals, expected)
+
+
+def test_digests_of_many_take_no_more_allocations_than_those_of_few(refusals):
+    from pulse_kernels.backends.triton import operators
+
+    def counts(n: int) -> tuple[int, int]:
+        tensors = [random_bits(5 * (k % 4), torch.bfloat16, k) for k in range(n)]  # empty ones among them
+        keys, digests = list(range(n)), [torch.tensor([k, -k]) for k in range(n)]
+        indices = [random_positions(3, t.numel(), 1) for t in tensors]
+        old, new = (
+            [t[i] for t, i in zip(tensors, indices, strict=True)],
+            [random_bits(len(i), torch.bfloat16, 2) for i in indices],
+        )
+        found = []
+        dense = refusals.count(lambda: found.extend(operators.digest_many(tensors, keys, keys)))
+        update = refusals.count(lambda: found.extend(operators.digest_update_many(digests, indices, old, new, keys)))
+        expected = [reference.digest(t, k, k) for t, k in zip(tensors, keys, strict=True)]
+        expected += [reference.digest_update(*row) for row in zip(digests, indices, old, new, keys, strict=True)]
+        assert all_same_bits(found, expected)
+        assert all_same_bits(digests, [torch.tensor([k, -k]) for k in range(n)])
+        return dense, update
+
+    assert counts(6) == counts(60)

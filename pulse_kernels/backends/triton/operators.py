@@ -213,7 +213,7 @@ def digest_many(tensors: list[Tensor], keys: list[int], starts: list[int]) -> li
     flat = [dense(t) for t in tensors]
     device = flat[0].device
     tile = constant(dense_digest.digest, "TILE", device)
-    results = [torch.zeros(2, dtype=torch.int64, device=device)] * len(flat)
+    results = flat[:]
     for size in {t.element_size() for t in flat}:
         rows = [k for k, t in enumerate(flat) if t.element_size() == size]
         columns = [(flat[k].data_ptr(), flat[k].numel(), keys[k], starts[k]) for k in rows]
@@ -224,9 +224,10 @@ def digest_many(tensors: list[Tensor], keys: list[int], starts: list[int]) -> li
         if cut.count:
             arguments = (cut.table, cut.tile_rows, *_four(cut.row), sums)
             launch(dense_digest.digest, device, cut.count, *arguments, SIZE=size)
-        places = dict(zip(cut.rows, sums.unbind(), strict=False))
-        for at, k in enumerate(rows):
-            results[k] = places[at].clone() if at in places else torch.zeros(2, dtype=torch.int64, device=device)
+        # The sums of those that have elements come first, in the table's order; the others' stay zeros.
+        places = [*cut.rows, *(at for at, extent in enumerate(extents) if not extent)]
+        for at, lanes in zip(places, sums.unbind(), strict=True):
+            results[rows[at]] = lanes
     return results
 
 
@@ -244,14 +245,14 @@ def digest_update_many(
     digests: list[Tensor], indices: list[Tensor], old: list[Tensor], new: list[Tensor], keys: list[int]
 ) -> list[Tensor]:
     indices, old, new = [dense(t) for t in indices], [dense(t) for t in old], [dense(t) for t in new]
-    results = [digest.detach().clone(memory_format=torch.contiguous_format) for digest in digests]
+    results = list(torch.stack(digests).unbind())
     for (index_size, size), rows in _by_sizes(indices, old).items():
         cut = _cut_changes(patches.digest_changes, rows, indices, [old, new, None], keys)
         if cut.count:
-            sums = torch.zeros([len(cut.rows), 2], dtype=torch.int64, device=indices[0].device)
+            sums = torch.stack([digests[rows[k]] for k in cut.rows])  # to which the kernel adds
             row = (*cut.row[:3], *cut.row[4:6]) if cut.row else (0,) * 5
             arguments = (cut.table, cut.tile_rows, *row, sums)
             launch(patches.digest_changes, sums.device, cut.count, *arguments, INDEX_SIZE=index_size, SIZE=size)
-            for k, change in zip(cut.rows, sums, strict=True):
-                results[rows[k]] += change
+            for k, lanes in zip(cut.rows, sums.unbind(), strict=True):
+                results[rows[k]] = lanes
     return results
