@@ -224,7 +224,7 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         for source, target in zip(sources, targets, strict=True):
             _check_compact(op, source, target, update)
         _one_device(op, targets)
-        dtypes = [checks.index_dtype(op, target.numel(), index_dtype) for target in targets]
+        dtypes = checks.index_dtypes(op, targets, index_dtype)
         back_end = backends.for_device(targets[0].device.type)
         if update and checks.share_memory([*targets, *sources]):
             rows = [
@@ -293,9 +293,9 @@ def _columns_of_one(columns: tuple[list[Tensor], ...]) -> tuple[Tensor, ...]:
 
 
 def _one_device(op: str, tensors: Sequence[Tensor]) -> None:
-    devices = sorted({str(tensor.device) for tensor in tensors})
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"{op}_many: tensors on {', '.join(devices)}; call it once per device")
+        raise ValueError(f"{op}_many: tensors on {', '.join(sorted(map(str, devices)))}; call it once per device")
 
 
 _GATE = [_register_compact("gate_compact", "master", "weight", update) for update in (False, True)]
@@ -454,7 +454,7 @@ def _residual_columns(
     for theta, local, residual in zip(thetas, locals_, residuals, strict=True):
         _check_residual(theta, local, residual, view)
     _one_device("gate_residual", thetas)
-    dtypes = [checks.index_dtype("gate_residual", theta.numel(), index_dtype) for theta in thetas]
+    dtypes = checks.index_dtypes("gate_residual", thetas, index_dtype)
     back_end = backends.for_device(thetas[0].device.type)
     result: tuple[list[Tensor], ...] = back_end.gate_residual_many(thetas, locals_, residuals, view, dtypes)
     return result

@@ -28,7 +28,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` contiguous and without lazy conjugation or negation; itself where it is so already."""
-    if tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+    if not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     tensor = tensor.detach()
     if tensor.dtype is torch.bool:

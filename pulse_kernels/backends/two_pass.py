@@ -65,7 +65,7 @@ class _Pass:
             (s.data_ptr(), t.data_ptr(), thirds[k].data_ptr() if thirds else 0, t.numel())
             for k, (s, t) in enumerate(zip(sources, targets, strict=True))
         ]
-        self.cut = tiles.cut(addresses, [t.numel() for t in targets], TILE, device)
+        self.cut = tiles.cut(addresses, [address[3] for address in addresses], TILE, device, keep=True)
         cut = self.cut
         self.job = Job(kind, targets[0].element_size(), cut.count, cut.table, cut.tile_rows, cut.row)
         if cut.count:
@@ -156,7 +156,7 @@ class TwoPass:
         )
         if update:
             for target, whole, indices in zip(targets, wholes, found[0], strict=True):
-                if len(indices):
+                if whole is not target and len(indices):
                     _copy_back(whole, target)
         return found
 

@@ -231,6 +231,21 @@ def test_non_contiguous_tensors(kernels):
     assert same_bits(weight, copy)
 
 
+def test_calls_with_the_same_tensors_see_what_changed_in_them(kernels):
+    """The table of addresses is kept from call to call, and with other tensors a new one is made."""
+    masters, weights = (
+        list(column) for column in zip(*(pair(n, torch.bfloat16, 0.1, n) for n in (70, 90)), strict=True)
+    )
+    for step in range(3):
+        expected = reference.compact_many("gate_compact", masters, weights, [torch.int32] * 2, False, True)
+        found = pk.gate_compact_many(masters, weights, return_old=True, update=True)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert all_same_bits(mine, theirs)
+        masters[step % 2].add_(1)
+        if step == 1:
+            weights = [weight.clone() for weight in weights]
+
+
 def test_a_patch_of_a_model(kernels):
     old = {"w": random_bits(TILE + 40, torch.bfloat16, 1), "b": random_bits(17, torch.float32, 2)}
     new = {name: altered(tensor, 0.03, 7) for name, tensor in old.items()}
