@@ -167,6 +167,9 @@ def rows_by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def equally_many(op: str, **lists: Sequence[object]) -> None:
+    for name, items in lists.items():
+        if isinstance(items, Tensor) or not hasattr(items, "__len__"):
+            raise TypeError(f"{op}: {name} is a {type(items).__name__}, expected a list")
     (first_name, first), *others = lists.items()
     for name, items in others:
         if len(items) != len(first):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pulse_kernels import backends, checks
 from pulse_kernels.checks import short
@@ -37,31 +38,64 @@ def _operator(schema: str, fake: Callable[..., Any], writes: Sequence[int] = ())
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+        overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        arguments = overload._schema.arguments
+        required = [k for k, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
+
         def compute(*args: Any, **kwargs: Any) -> Any:
+            for position in required:  # torch lets None through for a tensor
+                if position < len(args) and args[position] is None:
+                    raise TypeError(f"{name}: {arguments[position].name} is None, expected a tensor")
             result = kernel(*args, **kwargs)
             _bump_versions([args[position] for position in writes if position < len(args)])
             return result
-
-        overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         def without_autograd(*args: Any, **kwargs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args, **kwargs)
 
+        def of_lazy_tensors(*args: Any, **kwargs: Any) -> Any:
+            for position in writes:
+                if any(tensor.is_conj() or tensor.is_neg() for tensor in _listed(args[position : position + 1])):
+                    raise ValueError(
+                        f"{name}: {arguments[position].name} is lazily conjugated or negated, so that its bits are not "
+                        "its values; write into .resolve_conj().resolve_neg()"
+                    )
+            return overload(*pytree.tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), args), **kwargs)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if "_many" in name:  # a lone row's checks say more
+                devices = sorted({tensor.device.type for tensor in _listed(args)})
+                if len(devices) > 1 and "meta" in devices:  # torch would make up results for all of them
+                    raise ValueError(
+                        f"{name}: tensors on {' and '.join(devices)}, of which meta holds no data; move them to one "
+                        "device"
+                    )
+            return fake(*args, **kwargs)
+
         _library.impl(name, compute, "CompositeExplicitAutograd")
         _library.impl(name, without_autograd, "Autograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+        if writes:
+            for key in ("Conjugate", "Negative"):
+                _library.impl(name, of_lazy_tensors, key)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", traced, lib=_library)
         _registered.append(name)
         return overload
 
     return register
 
 
+def _listed(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments and in their lists."""
+    items = [
+        item for argument in arguments for item in (argument if isinstance(argument, list | tuple) else [argument])
+    ]
+    return [item for item in items if isinstance(item, Tensor)]
+
+
 def _bump_versions(written: Sequence[Tensor | list[Tensor] | None]) -> None:
     """Tell autograd of writes that it did not see; inference tensors keep no version."""
-    for item in written:
-        tensors = [item] if isinstance(item, Tensor) else item or []
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    torch.autograd.graph.increment_version([tensor for tensor in _listed(written) if not tensor.is_inference()])
 
 
 def registered_operators() -> list[str]:
@@ -761,6 +795,8 @@ def _unpack_fake(packed: Tensor, *, index_dtype: torch.dtype | None = None) -> T
 def _unpack(op: str, packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
     for blob in packed:
         _check_packed(op, blob)
+        if blob.is_meta:
+            raise ValueError(f"{op}: packed is on meta, where no header can be read; pass index_dtype and meta alone")
     with _naming_blob(op):
         headers = backends.reference.packed_headers(packed)
         dtypes = [checks.index_dtype(op, numel, index_dtype) for _, numel in headers]
@@ -784,7 +820,8 @@ def _unpack_indices_many(packed: list[Tensor], *, index_dtype: torch.dtype = tor
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
     """Delta-encode and bit-pack sorted unique ``indices`` (int32 or int64 [n]) of a tensor of ``numel`` elements.
 
-    Returns uint8 bytes: blocks of 256 indices, each with its own width, base and offset (docs/format.md).
+    numel: at most 2^62. Returns uint8 [bytes]: blocks of 256 indices, each with its own width, base and offset
+    (docs/format.md). IndexError where the indices are unsorted, repeated or out of range.
     """
     return _pack_indices(indices, numel)
 
@@ -813,7 +850,8 @@ def unpack_indices(packed: Tensor, *, index_dtype: torch.dtype | None = None) ->
 
 
 def unpack_indices_many(packed: Sequence[Tensor], *, index_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """``unpack_indices`` of each, the headers of all read at once."""
+    """``unpack_indices`` of each, the headers of all read at once. PatchFormatError names the place of the bad one."""
+    checks.equally_many("unpack_indices_many", packed=packed)
     if index_dtype is None:
         if not torch.compiler.is_compiling():
             return _unpack("unpack_indices_many", list(packed), None)
