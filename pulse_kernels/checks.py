@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -88,6 +87,13 @@ def vector(op: str, name: str, tensor: Tensor, length_of: tuple[str, Tensor] | N
         )
 
 
+def index_dtypes(op: str, tensors: Iterable[Tensor], asked: torch.dtype | None) -> list[torch.dtype]:
+    """``index_dtype`` of each tensor's positions."""
+    if asked is None:  # the usual case without a call for each of hundreds
+        return [torch.int32 if tensor.numel() <= INT32_NUMEL else torch.int64 for tensor in tensors]
+    return [index_dtype(op, tensor.numel(), asked) for tensor in tensors]
+
+
 def indices(op: str, tensor: Tensor) -> None:
     has_dtype(op, "indices", tensor, INDEX_DTYPES)
     vector(op, "indices", tensor)
@@ -161,6 +167,9 @@ def rows_by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def equally_many(op: str, **lists: Sequence[object]) -> None:
+    for name, items in lists.items():
+        if isinstance(items, Tensor) or not hasattr(items, "__len__"):
+            raise TypeError(f"{op}: {name} is a {type(items).__name__}, expected a list")
     (first_name, first), *others = lists.items()
     for name, items in others:
         if len(items) != len(first):
@@ -198,12 +207,18 @@ def memory_span(tensor: Tensor) -> tuple[int, int, int]:
     """(device number, first byte, byte behind the last) that a non-empty tensor reaches; sorts by place."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
-        return tensor.get_device(), start, start + tensor.numel() * tensor.element_size()
+        return tensor.get_device(), start, start + tensor.nbytes
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.get_device(), start, start + (reach + 1) * tensor.element_size()
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether any two tensors of the list may overlap (tied weights): such lists are worked through in order."""
-    spans = sorted(memory_span(tensor) for tensor in tensors if _has_memory(tensor))
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))
+    spans = [memory_span(tensor) for tensor in tensors if tensor.nbytes and not tensor.is_meta]
+    spans.sort()
+    last_device, last_stop = -2, 0
+    for device, start, stop in spans:  # each begins behind its neighbour's end, or some two overlap
+        if start < last_stop and device == last_device:
+            return True
+        last_device, last_stop = device, stop
+    return False

@@ -16,7 +16,11 @@ class PulseError(Exception):
 
 
 class PatchFormatError(PulseError, ValueError):
-    """Bytes that are no patch, or a damaged one; names the tensor and the field."""
+    """Bytes that are no patch, or a damaged one; names the tensor and the field. ``row``: which of a list of them."""
+
+    def __init__(self, message: str, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class BaseMismatchError(PulseError, ValueError):

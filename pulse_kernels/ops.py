@@ -7,21 +7,24 @@ pure form are two operators, so that the schemas' mutation marks are honest: a t
 Positions ("indices") are row-major logical positions, sorted, unique, int32 up to 2^31-1 elements and int64 above,
 unless ``index_dtype`` asks for one. All operators take tensors of any shape, contiguous or not, empty ones included.
 None is differentiable. Errors: TypeError for dtypes, ValueError for shapes and devices, IndexError for positions out of
-order or range; after an error in the arguments every tensor is as it was. A ``_many`` form that runs out of memory, or
-is interrupted, may have written some of its tensors whole.
+order or range; after an error in the arguments every tensor is as it was. So it is where memory runs out, except that
+the plain PyTorch back end, and a ``_many`` form whose tensors overlap or lie on several devices, may have written some
+of them; so may one that is interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pulse_kernels import backends, checks
 from pulse_kernels.checks import short
+from pulse_kernels.errors import PatchFormatError
 
 _NAMESPACE = "pulse_kernels"
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -35,31 +38,64 @@ def _operator(schema: str, fake: Callable[..., Any], writes: Sequence[int] = ())
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+        overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        arguments = overload._schema.arguments
+        required = [k for k, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
+
         def compute(*args: Any, **kwargs: Any) -> Any:
+            for position in required:  # torch lets None through for a tensor
+                if position < len(args) and args[position] is None:
+                    raise TypeError(f"{name}: {arguments[position].name} is None, expected a tensor")
             result = kernel(*args, **kwargs)
             _bump_versions([args[position] for position in writes if position < len(args)])
             return result
-
-        overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
         def without_autograd(*args: Any, **kwargs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args, **kwargs)
 
+        def of_lazy_tensors(*args: Any, **kwargs: Any) -> Any:
+            for position in writes:
+                if any(tensor.is_conj() or tensor.is_neg() for tensor in _listed(args[position : position + 1])):
+                    raise ValueError(
+                        f"{name}: {arguments[position].name} is lazily conjugated or negated, so that its bits are not "
+                        "its values; write into .resolve_conj().resolve_neg()"
+                    )
+            return overload(*pytree.tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), args), **kwargs)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if "_many" in name:  # a lone row's checks say more
+                devices = sorted({tensor.device.type for tensor in _listed(args)})
+                if len(devices) > 1 and "meta" in devices:  # torch would make up results for all of them
+                    raise ValueError(
+                        f"{name}: tensors on {' and '.join(devices)}, of which meta holds no data; move them to one "
+                        "device"
+                    )
+            return fake(*args, **kwargs)
+
         _library.impl(name, compute, "CompositeExplicitAutograd")
         _library.impl(name, without_autograd, "Autograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+        if writes:
+            for key in ("Conjugate", "Negative"):
+                _library.impl(name, of_lazy_tensors, key)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", traced, lib=_library)
         _registered.append(name)
         return overload
 
     return register
 
 
+def _listed(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments and in their lists."""
+    items = [
+        item for argument in arguments for item in (argument if isinstance(argument, list | tuple) else [argument])
+    ]
+    return [item for item in items if isinstance(item, Tensor)]
+
+
 def _bump_versions(written: Sequence[Tensor | list[Tensor] | None]) -> None:
     """Tell autograd of writes that it did not see; inference tensors keep no version."""
-    for item in written:
-        tensors = [item] if isinstance(item, Tensor) else item or []
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    torch.autograd.graph.increment_version([tensor for tensor in _listed(written) if not tensor.is_inference()])
 
 
 def registered_operators() -> list[str]:
@@ -96,7 +132,11 @@ def _by_device(function: str, tensors: Sequence[Tensor], *columns: Sequence[Any]
     results: list[Any] = [None] * len(tensors)
     for device, rows in checks.rows_by_device(tensors).items():
         call = getattr(backends.for_device(device.type), function)
-        found = call(*([column[k] for k in rows] for column in columns))
+        try:
+            found = call(*([column[k] for k in rows] for column in columns))
+        except PatchFormatError as error:
+            error.row = rows[error.row]
+            raise
         for k, result in zip(rows, found or [], strict=False):
             results[k] = result
     return results
@@ -218,7 +258,7 @@ def _register_compact(op: str, source_name: str, target_name: str, update: bool)
         for source, target in zip(sources, targets, strict=True):
             _check_compact(op, source, target, update)
         _one_device(op, targets)
-        dtypes = [checks.index_dtype(op, target.numel(), index_dtype) for target in targets]
+        dtypes = checks.index_dtypes(op, targets, index_dtype)
         back_end = backends.for_device(targets[0].device.type)
         if update and checks.share_memory([*targets, *sources]):
             rows = [
@@ -287,9 +327,9 @@ def _columns_of_one(columns: tuple[list[Tensor], ...]) -> tuple[Tensor, ...]:
 
 
 def _one_device(op: str, tensors: Sequence[Tensor]) -> None:
-    devices = sorted({str(tensor.device) for tensor in tensors})
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"{op}_many: tensors on {', '.join(devices)}; call it once per device")
+        raise ValueError(f"{op}_many: tensors on {', '.join(sorted(map(str, devices)))}; call it once per device")
 
 
 _GATE = [_register_compact("gate_compact", "master", "weight", update) for update in (False, True)]
@@ -448,7 +488,7 @@ def _residual_columns(
     for theta, local, residual in zip(thetas, locals_, residuals, strict=True):
         _check_residual(theta, local, residual, view)
     _one_device("gate_residual", thetas)
-    dtypes = [checks.index_dtype("gate_residual", theta.numel(), index_dtype) for theta in thetas]
+    dtypes = checks.index_dtypes("gate_residual", thetas, index_dtype)
     back_end = backends.for_device(thetas[0].device.type)
     result: tuple[list[Tensor], ...] = back_end.gate_residual_many(thetas, locals_, residuals, view, dtypes)
     return result
@@ -731,29 +771,41 @@ def _pack_indices_many(indices: list[Tensor], numels: list[int]) -> list[Tensor]
     return _pack(indices, numels)
 
 
-def _check_packed(packed: Tensor) -> None:
-    checks.has_dtype("unpack_indices", "packed", packed, (torch.uint8,))
-    checks.vector("unpack_indices", "packed", packed)
+@contextlib.contextmanager
+def _naming_blob(op: str) -> Iterator[None]:
+    """A PatchFormatError from inside also says which operator was given the blob, and where in its list."""
+    try:
+        yield
+    except PatchFormatError as error:
+        place = f"{op}: packed[{error.row}]" if "_many" in op else op
+        raise PatchFormatError(f"{place}: {error}", error.row) from None
+
+
+def _check_packed(op: str, packed: Tensor) -> None:
+    checks.has_dtype(op, "packed", packed, (torch.uint8,))
+    checks.vector(op, "packed", packed)
 
 
 def _unpack_fake(packed: Tensor, *, index_dtype: torch.dtype | None = None) -> Tensor:
-    _check_packed(packed)
+    _check_packed("unpack_indices", packed)
     # A blob's numel is data; a traced graph takes int64 unless told otherwise.
     return packed.new_empty([_dynamic()], dtype=index_dtype or torch.int64)
 
 
-def _unpack(packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
-    dtypes = []
+def _unpack(op: str, packed: list[Tensor], index_dtype: torch.dtype | None) -> list[Any]:
     for blob in packed:
-        _check_packed(blob)
-        _, numel = backends.reference.packed_header(blob)
-        dtypes.append(checks.index_dtype("unpack_indices", numel, index_dtype))
-    return _by_device("unpack_indices_many", packed, packed, dtypes)
+        _check_packed(op, blob)
+        if blob.is_meta:
+            raise ValueError(f"{op}: packed is on meta, where no header can be read; pass index_dtype and meta alone")
+    with _naming_blob(op):
+        headers = backends.reference.packed_headers(packed)
+        dtypes = [checks.index_dtype(op, numel, index_dtype) for _, numel in headers]
+        return _by_device("unpack_indices_many", packed, packed, dtypes, headers)
 
 
 @_operator("unpack_indices(Tensor packed, *, ScalarType index_dtype=int64) -> Tensor", _unpack_fake)
 def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -> Tensor:
-    result: Tensor = _unpack([packed], index_dtype)[0]
+    result: Tensor = _unpack("unpack_indices", [packed], index_dtype)[0]
     return result
 
 
@@ -762,13 +814,14 @@ def _unpack_indices(packed: Tensor, *, index_dtype: torch.dtype = torch.int64) -
     lambda packed, *, index_dtype=torch.int64: [_unpack_fake(item, index_dtype=index_dtype) for item in packed],
 )
 def _unpack_indices_many(packed: list[Tensor], *, index_dtype: torch.dtype = torch.int64) -> list[Tensor]:
-    return _unpack(packed, index_dtype)
+    return _unpack("unpack_indices_many", packed, index_dtype)
 
 
 def pack_indices(indices: Tensor, numel: int) -> Tensor:
     """Delta-encode and bit-pack sorted unique ``indices`` (int32 or int64 [n]) of a tensor of ``numel`` elements.
 
-    Returns uint8 bytes: blocks of 256 indices, each with its own width, base and offset (docs/format.md).
+    numel: at most 2^62. Returns uint8 [bytes]: blocks of 256 indices, each with its own width, base and offset
+    (docs/format.md). IndexError where the indices are unsorted, repeated or out of range.
     """
     return _pack_indices(indices, numel)
 
@@ -785,15 +838,23 @@ def unpack_indices(packed: Tensor, *, index_dtype: torch.dtype | None = None) ->
     packed: uint8 [bytes]. Trusts nothing: raises PatchFormatError where any size, width, offset or index is off.
     """
     if index_dtype is None:
-        _check_packed(packed)
+        if (
+            not torch.compiler.is_compiling()
+        ):  # the operator needs a dtype, and a look at the header for it costs a copy
+            result: Tensor = _unpack("unpack_indices", [packed], None)[0]
+            return result
+        _check_packed("unpack_indices", packed)
         _, numel = backends.reference.packed_header(packed)
         index_dtype = checks.index_dtype("unpack_indices", numel, None)
     return _unpack_indices(packed, index_dtype=index_dtype)
 
 
 def unpack_indices_many(packed: Sequence[Tensor], *, index_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """``unpack_indices`` of each."""
+    """``unpack_indices`` of each, the headers of all read at once. PatchFormatError names the place of the bad one."""
+    checks.equally_many("unpack_indices_many", packed=packed)
     if index_dtype is None:
+        if not torch.compiler.is_compiling():
+            return _unpack("unpack_indices_many", list(packed), None)
         return [unpack_indices(item) for item in packed]
     return _unpack_indices_many(list(packed), index_dtype=index_dtype) if packed else []
 
@@ -820,12 +881,13 @@ def _write_packed(
         _check_packed_patch(op, *row)
     back_end = backends.for_device(weights[0].device.type)
     together = len({weight.device for weight in weights}) == 1 and all(weight.is_contiguous() for weight in weights)
-    if "cuda" in back_end.names and together and not checks.share_memory([*weights, *packed, *values]):
-        return list(back_end.exchange_packed_many_(weights, packed, values, keep_old))
-    dtypes = []
-    for k, (weight, blob, value) in enumerate(zip(weights, packed, values, strict=True)):
-        dtypes.append(checks.index_dtype(op, backends.reference.check_packed_fits(k, weight, blob, value), None))
-    indices = _by_device("unpack_indices_many", packed, packed, dtypes)
+    with _naming_blob(op):
+        if "cuda" in back_end.names and together and not checks.share_memory([*weights, *packed, *values]):
+            return list(back_end.exchange_packed_many_(weights, packed, values, keep_old))
+        headers = backends.reference.packed_headers(packed)
+        backends.reference.check_packed_fit(weights, values, headers)
+        dtypes = [checks.index_dtype(op, numel, None) for _, numel in headers]
+        indices = _by_device("unpack_indices_many", packed, packed, dtypes, headers)
     return _write("exchange_patch_many_" if keep_old else "apply_patch_many_", weights, indices, values)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pulse_kernels.backends import cpu, cuda, native, reference, triton, two_pass
-from pulse_kernels.errors import BackEndError
+from pulse_kernels.errors import BackEndError, PatchFormatError
 
 NAMES = ("triton", "cuda", "cpu", "reference")
 
@@ -45,7 +45,14 @@ class BackEnd:
 
 def _row_by_row(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     def many(*columns: Sequence[Any]) -> list[Any]:
-        return [function(*row) for row in zip(*columns, strict=True)]
+        results = []
+        for k, row in enumerate(zip(*columns, strict=True)):
+            try:
+                results.append(function(*row))
+            except PatchFormatError as error:
+                error.row = k
+                raise
+        return results
 
     return many
 
@@ -67,7 +74,9 @@ class _ThroughHost:
         return [blob.to(index.device) for blob, index in zip(blobs, indices, strict=True)]
 
     @staticmethod
-    def unpack_indices_many(packed: list[Tensor], index_dtypes: list[torch.dtype]) -> list[Tensor]:
+    def unpack_indices_many(
+        packed: list[Tensor], index_dtypes: list[torch.dtype], headers: list[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
         lists = for_device("cpu").unpack_indices_many([blob.cpu() for blob in packed], index_dtypes)
         return [index.to(blob.device) for index, blob in zip(lists, packed, strict=True)]
 

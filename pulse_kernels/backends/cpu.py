@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,7 @@ def compact_many(
         ]
         indices, values, old = ([row[k][0] for row in rows] for k in range(3))
         if update:
-            for target, index, value in zip(targets, indices, values, strict=True):
-                apply_patch_(target, index, value)
+            apply_patch_many_(targets, indices, values)
         return indices, values, old
     wide = [int(dtype is torch.int64) for dtype in index_dtypes]
     dense_sources, dense_targets = [dense(t) for t in sources], [dense(t) for t in targets]
@@ -98,25 +99,51 @@ def gate_residual_many(
     return indices, values
 
 
-def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Tensor) -> None:
-    written = dense(residual)
-    _raw.commit(dense(theta), dense(local), written)
-    apply_patch_(written, indices, torch.zeros(indices.shape, device="cpu"))
-    if not residual.is_contiguous():
-        residual.detach().copy_(written)
+def commit_residual_many_(
+    thetas: list[Tensor], locals_: list[Tensor], residuals: list[Tensor], indices: list[Tensor]
+) -> None:
+    written = [dense(t) for t in residuals]
+    sources = [(dense(theta), dense(local)) for theta, local in zip(thetas, locals_, strict=True)]
+    clear = _scattering(written, indices, [torch.zeros(index.shape, device="cpu") for index in indices], None)
+    for (theta, local), residual in zip(sources, written, strict=True):
+        _raw.commit(theta, local, residual)
+    clear()
+    for residual, result in zip(residuals, written, strict=True):
+        if not residual.is_contiguous():
+            residual.detach().copy_(result)
 
 
 def first_bad_index(indices: Tensor, numel: int) -> int:
     return int(_raw.first_bad_index(dense(indices), numel))
 
 
+def _scattering(
+    weights: list[Tensor], indices: list[Tensor], values: list[Tensor], old_values: list[Tensor] | None
+) -> Callable[[], None]:
+    """What writes values, all memory it takes at hand: it cannot stop half way for want of it."""
+    rows = [
+        (weight.detach(), dense(index), dense(value), old_values[k] if old_values is not None else None)
+        for k, (weight, index, value) in enumerate(zip(weights, indices, values, strict=True))
+    ]
+
+    def write() -> None:
+        for row in rows:
+            _raw.scatter(*row)
+
+    return write
+
+
+def apply_patch_many_(weights: list[Tensor], indices: list[Tensor], values: list[Tensor]) -> None:
+    _scattering(weights, indices, values, None)()
+
+
 def apply_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> None:
-    _raw.scatter(weight.detach(), dense(indices), dense(values), None)
+    apply_patch_many_([weight], [indices], [values])
 
 
-def exchange_patch_(weight: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    old = torch.empty(values.shape, dtype=values.dtype, device="cpu")
-    _raw.scatter(weight.detach(), dense(indices), dense(values), old)
+def exchange_patch_many_(weights: list[Tensor], indices: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    old = [torch.empty(value.shape, dtype=value.dtype, device="cpu") for value in values]
+    _scattering(weights, indices, values, old)()
     return old
 
 
@@ -130,7 +157,8 @@ def pack_indices(indices: Tensor, numel: int) -> Tensor:
     return packed
 
 
-def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
+def unpack_indices(packed: Tensor, index_dtype: torch.dtype, header: tuple[int, int] | None = None) -> Tensor:
+    """``header`` is for devices; the library reads its own."""
     indices, error = _raw.unpack(dense(packed), index_dtype is torch.int64)
     if error:
         raise PatchFormatError(f"packed indices: {error}; the bytes are damaged or not from pack_indices")

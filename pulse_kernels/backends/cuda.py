@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulse_kernels.backends.reference import BLOCK, HEADER_BYTES, dense, packed_sizes, read_header
+from pulse_kernels.backends.reference import BLOCK, check_packed_fit, dense, packed_headers, packed_sizes
 from pulse_kernels.backends.two_pass import Job
 from pulse_kernels.errors import PatchFormatError
 
@@ -159,17 +159,10 @@ def _aligned(blob: Tensor) -> Tensor:
 class _Blobs:
     """Packed indices that nobody vouches for: headers read and checked on the host, the rest by ``check``."""
 
-    def __init__(self, packed: list[Tensor]):
+    def __init__(self, packed: list[Tensor], headers: Sequence[tuple[int, int]] | None = None):
         self.blobs, self.device = [_aligned(blob) for blob in packed], packed[0].device
-        for blob in packed:
-            if blob.numel() < HEADER_BYTES:
-                read_header(b"", blob.numel())  # raises
-        heads = bytes(torch.cat([blob[:HEADER_BYTES] for blob in self.blobs]).tolist())  # a synchronisation
-        at = range(0, len(heads), HEADER_BYTES)
-        headers = [
-            read_header(heads[k : k + HEADER_BYTES], blob.numel()) for k, blob in zip(at, self.blobs, strict=True)
-        ]
-        self.counts, self.numels = [count for count, _ in headers], [numel for _, numel in headers]
+        self.headers = packed_headers(packed) if headers is None else headers  # a synchronisation, or none
+        self.counts, self.numels = [count for count, _ in self.headers], [numel for _, numel in self.headers]
 
     def send(self, columns: Sequence[tuple[int, int, int, int, int]]) -> None:
         """Make the device's table; columns: where results begin in bytes, the size of one, the address of weight and
@@ -190,20 +183,23 @@ class _Blobs:
         synchronisation."""
         errors = torch.full((len(self.blobs),), _NO_ERROR, dtype=torch.int64, device=self.device)
         _raw.unpack(self.table, self.tile_rows, errors, out)
-        for error in errors.tolist():
+        for k, error in enumerate(errors.tolist()):
             if error != _NO_ERROR:
                 text = _ERRORS[error >> 56].format(block=error & ((1 << 56) - 1))
-                raise PatchFormatError(f"packed indices: {text}; the bytes are damaged or not from pack_indices")
+                raise PatchFormatError(f"packed indices: {text}; the bytes are damaged or not from pack_indices", k)
 
 
-def unpack_indices_many(packed: list[Tensor], index_dtypes: list[torch.dtype]) -> list[Tensor]:
+def unpack_indices_many(
+    packed: list[Tensor], index_dtypes: list[torch.dtype], headers: Sequence[tuple[int, int]] | None = None
+) -> list[Tensor]:
     """Each blob's indices as int32 or int64 (the caller's choice, in which they fit); all are parts of one allocation.
 
-    PatchFormatError for a blob that is not one in every bit. One launch; two synchronisations, the first reads headers.
+    PatchFormatError for a blob that is not one in every bit. One launch, one synchronisation; one more to read the
+    headers, where the caller has not.
     """
     if not packed:
         return []
-    blobs = _Blobs(packed)
+    blobs = _Blobs(packed, headers)
     sizes = [count * dtype.itemsize for count, dtype in zip(blobs.counts, index_dtypes, strict=True)]
     begins, total = _laid_out(sizes)
     blobs.send([(at, dtype.itemsize, 0, 0, 0) for at, dtype in zip(begins, index_dtypes, strict=True)])
@@ -224,15 +220,10 @@ def exchange_packed_many_(
     if not packed:
         return []
     blobs, dense_values = _Blobs(packed), [dense(value) for value in values]
-    rows = zip(weights, dense_values, blobs.counts, blobs.numels, strict=True)
-    for k, (weight, value, count, numel) in enumerate(rows):
+    for k, (weight, value) in enumerate(zip(weights, dense_values, strict=True)):
         if not weight.is_contiguous() or value.dtype != weight.dtype:
             raise ValueError(f"weight {k}: expected contiguous, with values of its dtype {weight.dtype}")
-        if (count, numel) != (value.numel(), weight.numel()):
-            raise PatchFormatError(
-                f"packed indices {k}: {count} of {numel} elements, but there are {value.numel()} values for a weight "
-                f"of {weight.numel()} elements"
-            )
+    check_packed_fit(weights, dense_values, blobs.headers)
     sizes = [value.nbytes if keep_old else 0 for value in dense_values]
     begins, total = _laid_out(sizes)
     blobs.send(

@@ -6,9 +6,12 @@ arithmetic on their bits, so that signed zeros, denormals and NaN payloads come 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from pulse_kernels import checks
 from pulse_kernels.errors import PatchFormatError
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +28,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` contiguous and without lazy conjugation or negation; itself where it is so already."""
-    if tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+    if not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     tensor = tensor.detach()
     if tensor.dtype is torch.bool:
@@ -256,7 +259,25 @@ def pack_indices(indices: Tensor, numel: int) -> Tensor:
 
 def packed_header(packed: Tensor) -> tuple[int, int]:
     """(count, numel) of a packed blob whose sizes are consistent; else PatchFormatError."""
-    return read_header(bytes(packed[:HEADER_BYTES].cpu().tolist()), packed.numel())
+    return packed_headers([packed])[0]
+
+
+def packed_headers(packed: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """``packed_header`` of each; one synchronisation a device."""
+    heads = [b""] * len(packed)
+    for rows in checks.rows_by_device(packed).values():
+        whole = [k for k in rows if packed[k].numel() >= HEADER_BYTES]
+        data = bytes(torch.cat([packed[k][:HEADER_BYTES] for k in whole]).tolist()) if whole else b""
+        for at, k in enumerate(whole):
+            heads[k] = data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+    headers = []
+    for k, (head, blob) in enumerate(zip(heads, packed, strict=True)):
+        try:
+            headers.append(read_header(head, blob.numel()))
+        except PatchFormatError as error:
+            error.row = k
+            raise
+    return headers
 
 
 def read_header(head: bytes, size: int) -> tuple[int, int]:
@@ -278,8 +299,9 @@ def read_header(head: bytes, size: int) -> tuple[int, int]:
     return count, numel
 
 
-def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
-    count, numel = packed_header(packed)
+def unpack_indices(packed: Tensor, index_dtype: torch.dtype, header: tuple[int, int] | None = None) -> Tensor:
+    """``header``: what ``packed_header`` said, where it was read before."""
+    count, numel = header or packed_header(packed)
     blocks, base_bytes, tables = packed_sizes(count, numel)
     at = HEADER_BYTES + blocks * base_bytes
     bases = _from_little_endian(packed[HEADER_BYTES:at], base_bytes)
@@ -316,23 +338,23 @@ def unpack_indices(packed: Tensor, index_dtype: torch.dtype) -> Tensor:
     return out.to(index_dtype)
 
 
-def check_packed_fits(k: int, weight: Tensor, packed: Tensor, values: Tensor) -> int:
-    """The numel of a blob that fits weight and values, the k-th of a call; else PatchFormatError."""
-    count, numel = packed_header(packed)
-    if (count, numel) != (values.numel(), weight.numel()):
-        raise PatchFormatError(
-            f"packed indices {k}: {count} of {numel} elements, but there are {values.numel()} values for a weight "
-            f"of {weight.numel()} elements"
-        )
-    return numel
+def check_packed_fit(weights: list[Tensor], values: list[Tensor], headers: Sequence[tuple[int, int]]) -> None:
+    """PatchFormatError for the first blob, known by its header, that does not fit its weight and values."""
+    for k, (weight, value, (count, numel)) in enumerate(zip(weights, values, headers, strict=True)):
+        if (count, numel) != (value.numel(), weight.numel()):
+            raise PatchFormatError(
+                f"packed indices: {count} of {numel} elements, but there are {value.numel()} values for a weight of "
+                f"{weight.numel()} elements",
+                k,
+            )
 
 
 def exchange_packed_many_(
     weights: list[Tensor], packed: list[Tensor], values: list[Tensor], keep_old: bool
 ) -> list[Tensor]:
-    for k, row in enumerate(zip(weights, packed, values, strict=True)):
-        check_packed_fits(k, *row)
-    indices = [unpack_indices(blob, torch.int64) for blob in packed]
+    headers = packed_headers(packed)
+    check_packed_fit(weights, values, headers)
+    indices = [unpack_indices(blob, torch.int64, header) for blob, header in zip(packed, headers, strict=True)]
     old_values = [exchange_patch_(*row) for row in zip(weights, indices, values, strict=True)]
     return old_values if keep_old else [old[:0] for old in old_values]
 

@@ -6,6 +6,7 @@ the device once, from pinned memory, without synchronisation; which row a tile b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,18 +28,35 @@ class Tiles:
     last: Tensor | None = None
 
 
-def cut(columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, device: torch.device) -> Tiles:
-    """Cut tensors of ``sizes`` elements, each with its columns of the table; empty ones get no row."""
+def cut(
+    columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, device: torch.device, keep: bool = False
+) -> Tiles:
+    """Cut tensors of ``sizes`` elements, each with its columns of the table; empty ones get no row.
+
+    ``keep`` the table for the next call with the very same columns and sizes on the same stream: right for addresses
+    that stay, such as a model's. A table depends on nothing else, so that none can be out of date.
+    """
+    if sum(size > 0 for size in sizes) <= 1:
+        rows = [k for k, size in enumerate(sizes) if size]
+        return Tiles(rows, sum(-(-sizes[k] // tile) for k in rows), (*columns[rows[0]], 0) if rows else ())
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            # A replay would copy the table again, from memory that is long another's.
+            raise RuntimeError(
+                f"a CUDA graph is being captured and {len(sizes)} tensors came in one call, whose table of addresses "
+                "a graph cannot keep; call the operator for each tensor"
+            )
+        # On another stream a kept table might not be there yet, nor its memory be safe from reuse.
+        stream = torch.cuda.current_stream(device).cuda_stream
+    return (_kept if keep else _cut)(tuple(columns), tuple(sizes), tile, device, stream)
+
+
+def _cut(
+    columns: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], tile: int, device: torch.device, _: int
+) -> Tiles:
     rows = [k for k, size in enumerate(sizes) if size]
     counts = [-(-sizes[k] // tile) for k in rows]
-    if len(rows) <= 1:
-        return Tiles(rows, sum(counts), (*columns[rows[0]], 0) if rows else ())
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # A replay would copy the table again, from memory that is long another's.
-        raise RuntimeError(
-            f"a CUDA graph is being captured and {len(rows)} tensors came in one call, whose table of addresses a "
-            "graph cannot keep; call the operator for each tensor"
-        )
     width = len(columns[0])
     flat, first = [], 0
     for k, count in zip(rows, counts, strict=True):
@@ -52,3 +70,6 @@ def cut(columns: Sequence[tuple[int, ...]], sizes: Sequence[int], tile: int, dev
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tile_rows = torch.repeat_interleave(numbers, tiles_of, output_size=first)
     return Tiles(rows, first, (), table, tile_rows, tiles_of.cumsum(0) - 1)
+
+
+_kept = functools.lru_cache(maxsize=8)(_cut)  # each holds 4 bytes of the device a tile

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pulse_kernels.backends import reference, tiles
+from pulse_kernels.backends import tiles
 from pulse_kernels.backends.reference import bits, dense
 
 TILE = 8192  # elements a program; csrc/cuda has the same
@@ -65,7 +65,7 @@ class _Pass:
             (s.data_ptr(), t.data_ptr(), thirds[k].data_ptr() if thirds else 0, t.numel())
             for k, (s, t) in enumerate(zip(sources, targets, strict=True))
         ]
-        self.cut = tiles.cut(addresses, [t.numel() for t in targets], TILE, device)
+        self.cut = tiles.cut(addresses, [address[3] for address in addresses], TILE, device, keep=True)
         cut = self.cut
         self.job = Job(kind, targets[0].element_size(), cut.count, cut.table, cut.tile_rows, cut.row)
         if cut.count:
@@ -144,27 +144,21 @@ class TwoPass:
         return_old: bool,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """See ``reference.compact_many``."""
-        in_place = update and all(target.is_contiguous() for target in targets)
+        wholes = [dense(t) for t in targets]
         found = _find(
             self.kernels,
             [kind_of(op, target) for target in targets],
-            ([dense(t) for t in sources], [dense(t) for t in targets], []),
+            ([dense(t) for t in sources], wholes, []),
             [target.dtype for target in targets],
             index_dtypes,
-            in_place,
-            return_old or (update and not in_place),
+            update,
+            return_old,
         )
-        if update and not in_place:
-            written = 0
-            try:
-                for target, indices, values in zip(targets, *found[:2], strict=True):
-                    reference.apply_patch_(target, indices, values)
-                    written += 1
-            except BaseException:
-                for row in list(zip(targets, found[0], found[2], strict=True))[:written][::-1]:
-                    reference.apply_patch_(*row)
-                raise
-        return found if return_old else (*found[:2], [old[:0] for old in found[2]])
+        if update:
+            for target, whole, indices in zip(targets, wholes, found[0], strict=True):
+                if whole is not target and len(indices):
+                    _copy_back(whole, target)
+        return found
 
     def gate_residual_many(
         self,
@@ -201,6 +195,12 @@ class TwoPass:
             return
         count.detach().view(1).copy_(item.row_ends())
         item.collect(indices, values, old_values, update)
-        if update and not target.is_contiguous():  # a pass over all of it: how many changed is not known here
-            raw = target.detach().view(bits(whole).dtype)
-            raw.copy_(bits(whole).view(raw.shape))
+        if update:
+            _copy_back(whole, target)
+
+
+def _copy_back(whole: Tensor, target: Tensor) -> None:
+    """What was written into the dense copy of a strided target. A pass over all of it, which takes no memory."""
+    if not target.is_contiguous():
+        raw = target.detach().view(bits(whole).dtype)
+        raw.copy_(bits(whole).view(raw.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -124,17 +124,15 @@ def _wide_enough(item: TensorPatch) -> Tensor:
     return item.indices.long() if item.numel > INT32_NUMEL else item.indices
 
 
-def _by_device(tensors: Iterable[tuple[int, Tensor]]) -> dict[torch.device, list[int]]:
-    places: dict[torch.device, list[int]] = {}
-    for k, tensor in tensors:
-        places.setdefault(tensor.device, []).append(k)
-    return places
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """Which of ``tensors`` are on each device that they have to be sent from."""
+    return {device: rows for device, rows in checks.rows_by_device(tensors).items() if is_away(tensors[rows[0]])}
 
 
 def _first_bad(items: Sequence[TensorPatch], indices: Sequence[Tensor]) -> dict[int, int]:
     """``first_bad_index`` of those on a device, looked for there: one call each device, and only numbers come back."""
     bad: dict[int, int] = {}
-    for device, rows in _by_device((k, index) for k, index in enumerate(indices) if is_away(index)).items():
+    for device, rows in _by_device(indices).items():
         arguments = [indices[k] for k in rows], [items[k].numel for k in rows]
         bad.update(zip(rows, for_device(device.type).first_bad_index_many(*arguments), strict=True))
     return bad
@@ -200,7 +198,7 @@ def send_changes(
         old_values.append(_old_values(item, base, profile))
     packed: dict[int, list[tuple[_Cut, Tensor]]] = {}
     if profile == "fast":
-        for device, rows in _by_device((k, index) for k, index in enumerate(indices) if is_away(index)).items():
+        for device, rows in _by_device(indices).items():
             if packs_on(device):
                 packed.update(zip(rows, _pack(items, indices, rows), strict=True))
     # In the order in which they will be wanted, so that the first tensors are there first.

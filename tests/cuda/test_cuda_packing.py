@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from allocations import Refusals
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_helpers import int_bits, random_bits, random_positions, seeds
+from op_helpers import all_same_bits, int_bits, random_bits, random_positions, seeds
 
+import pulse_kernels as pk
+from pulse_kernels import backends
 from pulse_kernels.backends import cuda, reference
 from pulse_kernels.errors import PatchFormatError
 
@@ -269,6 +272,60 @@ def test_nothing_is_written_when_one_blob_is_bad(simulated):
         cuda.exchange_packed_many_([weights[0].view(10, 100).t()], blobs[:1], values[:1], True)
     with pytest.raises(ValueError, match="dtype"):
         cuda.exchange_packed_many_(weights[:1], blobs[:1], [values[0].half()], True)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_operators_wait_once_for_headers_and_once_for_the_result(simulated, monkeypatch, n):
+    back_end = backends.BackEnd(("cuda", "reference"), [cuda, reference])
+    monkeypatch.setattr(backends, "for_device", lambda _: back_end)
+    weights, indices, values = patches([(700 + k, 30, torch.float32) for k in range(n)])
+    blobs = [reference.pack_indices(index, weight.numel()) for index, weight in zip(indices, weights, strict=True)]
+    tied = [weights[0]] * n
+    simulated.allow(*weights)
+    waits, to_list = [], torch.Tensor.tolist
+
+    def counted(tensor):
+        waits.append(tensor)
+        return to_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    calls = [
+        lambda: pk.unpack_indices_many(blobs),
+        lambda: pk.unpack_indices_many(blobs, index_dtype=torch.int64),
+        lambda: pk.unpack_indices(blobs[0]),
+        lambda: pk.exchange_packed_patch_many_(weights, blobs, values),
+        lambda: pk.apply_packed_patch_many_([w.view(1, -1).t() for w in weights], blobs, values),
+        lambda: pk.apply_packed_patch_many_(tied, [blobs[0]] * n, [values[0]] * n),
+    ]
+    for call in calls:
+        waits.clear()
+        call()
+        assert len(waits) == 2
+    for weight, index, value in zip(weights, indices, values, strict=True):
+        assert torch.equal(int_bits(weight[index]), int_bits(value))
+
+
+def test_running_out_of_memory_changes_nothing(simulated, monkeypatch):
+    weights, indices, values = patches([(1000, 40, torch.bfloat16), (5000, 400, torch.float32)])
+    values[1] = values[1].repeat_interleave(2)[::2]
+    blobs = [reference.pack_indices(index, weight.numel()) for index, weight in zip(indices, weights, strict=True)]
+    simulated.allow(*weights)
+    before, expected = ([weight.clone() for weight in weights] for _ in range(2))
+    for row in zip(expected, indices, values, strict=True):
+        reference.exchange_patch_(*row)
+    launch, refusals = simulated.kernels.launch, Refusals()
+
+    def uncounted(*arguments, **options):
+        with refusals.paused():
+            return launch(*arguments, **options)
+
+    monkeypatch.setattr(simulated.kernels, "launch", uncounted)
+    for _ in refusals.until_done(lambda: cuda.exchange_packed_many_(weights, blobs, values, True)):
+        assert all_same_bits(weights, before), f"allocation {refusals.last} failed"
+    assert all_same_bits(weights, expected)
+    assert refusals.last > 5
 
 
 def test_lists_of_more_than_one_tile_on_both_sides(simulated):

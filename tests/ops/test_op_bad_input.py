@@ -332,6 +332,75 @@ def test_it_is_refused_and_nothing_changes(name):
         assert torch.equal(bits, before[key]), key
 
 
+def test_meta_tensors_among_others_are_refused_in_every_list_form():
+    """torch hands such a call to the fake implementations, which leave the CPU tensors' results unset."""
+    t = Tensors()
+    index, value = t.index, t.value
+    blob, digest = pk.pack_indices(index, N), torch.tensor([1, 2])
+    rows = {
+        pk.visibility_mask_many: (t.master, t.weight),
+        pk.gate_compact_many: (t.master, t.weight),
+        pk.diff_compact_many: (t.new, t.old),
+        pk.gate_residual_many: (t.theta, t.local, t.residual),
+        pk.commit_residual_many_: (t.theta, t.local, t.residual, index),
+        pk.apply_patch_many_: (t.weight, index, value),
+        pk.exchange_patch_many_: (t.weight, index, value),
+        pk.apply_packed_patch_many_: (t.weight, blob, value),
+        pk.exchange_packed_patch_many_: (t.weight, blob, value),
+        pk.pack_indices_many: (index, N),
+        pk.unpack_indices_many: (blob,),
+        pk.digest_many: (t.weight, 1),
+        pk.digest_update_many: (digest, index, value, value, 1),
+    }
+    before = t.bits()
+    for function, row in rows.items():
+        columns = [[item, meta(item) if isinstance(item, torch.Tensor) else item] for item in row]
+        with pytest.raises(ValueError, match=f"^{function.__name__}: .* meta"):
+            function(*columns)
+    assert set(rows) == {value for name, value in vars(pk).items() if "_many" in name}
+    with pytest.raises(ValueError, match="packed is on meta, where no header can be read"):
+        pk.unpack_indices(meta(blob))
+    for key, bits in t.bits().items():
+        assert torch.equal(bits, before[key]), key
+
+
+@pytest.mark.parametrize("lazy", ["conjugated", "negated"])
+def test_lazily_conjugated_or_negated_tensors_are_read_but_not_written(lazy):
+    base = random_bits(8 * N, torch.uint8, 1).view(torch.complex64)
+    tensor = base.conj() if lazy == "conjugated" else base.conj().imag
+    assert tensor.is_conj() or tensor.is_neg()
+    resolved, before = tensor.resolve_conj().resolve_neg(), int_bits(base)
+    index, value, blob = torch.tensor([1, 5]), tensor[:2], pk.pack_indices(torch.tensor([1, 5]), N)
+    assert torch.equal(pk.digest(tensor, 1), pk.digest(resolved, 1))
+    assert pk.diff_compact(tensor, resolved)[0].numel() == 0
+    plain = resolved.clone()
+    pk.apply_patch_(plain, index, value)
+    assert torch.equal(int_bits(plain[index]), int_bits(resolved[:2]))
+    calls = {
+        "apply_patch_: weight": lambda: pk.apply_patch_(tensor, index, value),
+        "exchange_patch_many_: weights": lambda: pk.exchange_patch_many_([plain, tensor], [index] * 2, [value] * 2),
+        "apply_packed_patch_: weight": lambda: pk.apply_packed_patch_(tensor, blob, value),
+        "diff_compact_: old": lambda: pk.diff_compact(plain, tensor, update=True),
+        "diff_compact_many_: olds": lambda: pk.diff_compact_many([plain], [tensor], update=True),
+    }
+    for place, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{place} is lazily conjugated or negated"):
+            call()
+    assert torch.equal(int_bits(base), before)
+
+
+def test_wrong_types_are_refused():
+    t = Tensors()
+    for call, message in [
+        (lambda: pk.apply_patch_(None, t.index, t.value), "^apply_patch_: weight is None, expected a tensor"),
+        (lambda: pk.gate_compact(t.master, None), "^gate_compact: weight is None, expected a tensor"),
+        (lambda: pk.digest_many(t.new, [1] * N), "^digest_many: tensors is a Tensor, expected a list"),
+        (lambda: pk.unpack_indices_many(None), "^unpack_indices_many: packed is a NoneType, expected a list"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
 def test_every_case_has_its_name():
     assert len(set(NAMES)) == len(NAMES)
 

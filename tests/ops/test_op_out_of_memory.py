@@ -8,8 +8,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from allocations import Refusals
+from op_helpers import all_same_bits, random_bits, random_positions
 
-from pulse_kernels.backends import native
+from pulse_kernels.backends import cpu, native, reference
 
 PROGRAM = """
     import resource
@@ -62,3 +65,36 @@ def test_nothing_changes():
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+def rows():
+    """(weights, indices, values) of two dtypes, a strided one among them; values are copied before they are read."""
+    weights = [
+        random_bits(500, torch.bfloat16, 1),
+        random_bits(90, torch.float64, 2),
+        random_bits(400, torch.float32, 3),
+    ]
+    weights.append(random_bits(800, torch.float32, 4).view(20, 40)[:, ::2])
+    indices = [random_positions(30, t.numel(), k) for k, t in enumerate(weights)]
+    values = [random_bits(2 * i.numel(), t.dtype, 7)[::2] for i, t in zip(indices, weights, strict=True)]
+    return weights, indices, values
+
+
+@pytest.mark.skipif(not native.cpu_library().loaded, reason="the reference allocates while it writes")
+@pytest.mark.parametrize("function", ["apply_patch_many_", "exchange_patch_many_", "commit_residual_many_"])
+def test_every_allocation_comes_before_the_first_write(function):
+    weights, indices, values = rows()
+    inputs = [weights, indices, values]
+    if function.startswith("commit"):
+        weights, indices = weights[2:], indices[2:]
+        thetas, locals_ = ([random_bits(t.numel(), t.dtype, k).view(t.shape) for t in weights] for k in (8, 9))
+        inputs = [thetas, locals_, weights, indices]
+    before, expected = ([t.clone(memory_format=torch.preserve_format) for t in weights] for _ in range(2))
+    one = getattr(reference, function.replace("_many", ""))
+    for row in zip(*([expected if column is weights else column for column in inputs]), strict=True):
+        one(*row)
+    refusals = Refusals()
+    for _ in refusals.until_done(lambda: getattr(cpu, function)(*inputs)):
+        assert all_same_bits(weights, before), f"allocation {refusals.last} failed"
+    assert all_same_bits(weights, expected)
+    assert refusals.last > 2

@@ -222,6 +222,34 @@ def test_back_ends_refuse_the_same_blobs(n, step, seed, data):
     assert result_of(back_end().unpack_indices, blob) == result_of(reference.unpack_indices, blob)
 
 
+def test_a_bad_blob_of_many_is_named_by_its_place():
+    blob = pk.pack_indices(torch.arange(5, 262), 300)
+    bad = {"a header alone": blob[:31], "expected 'PKIX'": damaged(blob, 0, 1), "block 1": damaged(blob, 36, 4)}
+    for message, broken in bad.items():
+        for options in ({}, {"index_dtype": torch.int64}):
+            with pytest.raises(pk.PatchFormatError, match=rf"^unpack_indices_many: packed\[2\]: .*{message}"):
+                pk.unpack_indices_many([blob, blob, broken, blob], **options)
+            with pytest.raises(pk.PatchFormatError, match=f"^unpack_indices: .*{message}"):
+                pk.unpack_indices(broken, **options)
+        weights, values = [torch.zeros(300) for _ in range(3)], [torch.ones(257)] * 3
+        with pytest.raises(pk.PatchFormatError, match=rf"^apply_packed_patch_many_: packed\[1\]: .*{message}"):
+            pk.apply_packed_patch_many_(weights, [blob, broken, blob], values)
+        with pytest.raises(pk.PatchFormatError, match=f"^exchange_packed_patch_: .*{message}"):
+            pk.exchange_packed_patch_(weights[0], broken, values[0])
+        assert not torch.stack(weights).any()
+
+
+def test_each_of_many_gets_the_dtype_its_numel_needs():
+    lists, numels = [torch.tensor([5]), torch.tensor([2**40]), torch.tensor([], dtype=torch.int64)], [9, 2**41, 2**31]
+    found = pk.unpack_indices_many(pk.pack_indices_many(lists, numels))
+    assert [(index.dtype, index.tolist()) for index in found] == [
+        (torch.int32, [5]),
+        (torch.int64, [2**40]),
+        (torch.int64, []),
+    ]
+    assert pk.unpack_indices_many([]) == []
+
+
 def test_int32_is_refused_for_a_larger_tensor():
     blob = pk.pack_indices(torch.tensor([3]), 2**31)
     with pytest.raises(ValueError, match="2147483648 elements do not fit int32"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulse_kernels.backends import reference, tiles, two_pass
+from pulse_kernels.backends import tiles, two_pass
 from pulse_kernels.backends.reference import bits, dense
 from pulse_kernels.backends.tiles import Tiles
 from pulse_kernels.backends.triton import compaction, patches
@@ -93,9 +94,10 @@ def commit_residual_many_(
         for source, target, residual in zip(sources, targets, written, strict=True)
     ]
     cut = tiles.cut(columns, [column[3] for column in columns], TILE, residuals[0].device)
+    clear = _scattering(written, indices, None, None)
     if cut.count:
         launch(compaction.commit, residuals[0].device, cut.count, cut.table, cut.tile_rows, *_four(cut.row))
-    _scatter(written, indices, None, None)
+    clear()
     for residual, result in zip(residuals, written, strict=True):
         if not residual.is_contiguous():
             residual.detach().copy_(result)
@@ -133,18 +135,36 @@ def _cut_changes(
     return tiles.cut(columns, [column[4] for column in columns], constant(kernel, "TILE", device), device)
 
 
-def _scatter(
+def _scattering(
     weights: list[Tensor], indices: list[Tensor], values: list[Tensor] | None, old_values: list[Tensor] | None
-) -> None:
-    """Into contiguous weights; zeros where there are no values."""
-    indices = [dense(t) for t in indices]
+) -> Callable[[], None]:
+    """What writes values, or zeros where there are none. All memory it takes is had here: the launches that follow
+    cannot stop half way for want of it."""
+    indices = [dense(t) if w.is_contiguous() else _offsets(w, t) for w, t in zip(weights, indices, strict=True)]
     values = None if values is None else [dense(t) for t in values]
+    launches = []
     for (index_size, size), rows in _by_sizes(indices, weights).items():
         cut = _cut_changes(patches.scatter, rows, indices, [weights, values, old_values], [])
         if cut.count:
             row = cut.row[:5] if cut.row else (0,) * 5
             options = {"INDEX_SIZE": index_size, "SIZE": size, "ZERO": values is None, "OLD": old_values is not None}
+            launches.append((cut, row, options))
+
+    def write() -> None:
+        _kept_alive = indices, values
+        for cut, row, options in launches:
             launch(patches.scatter, weights[0].device, cut.count, cut.table, cut.tile_rows, *row, **options)
+
+    return write
+
+
+def _offsets(weight: Tensor, indices: Tensor) -> Tensor:
+    """Where logical positions lie behind the first element of a strided weight, in elements."""
+    rest, offsets = indices.long(), torch.zeros_like(indices, dtype=torch.int64, memory_format=torch.contiguous_format)
+    for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
+        offsets += rest % size * stride
+        rest = rest // size
+    return offsets
 
 
 def apply_patch_many_(weights: list[Tensor], indices: list[Tensor], values: list[Tensor]) -> None:
@@ -157,14 +177,7 @@ def exchange_patch_many_(weights: list[Tensor], indices: list[Tensor], values: l
 
 def _patch(weights: list[Tensor], indices: list[Tensor], values: list[Tensor], keep_old: bool) -> list[Tensor]:
     old = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in values] if keep_old else []
-    rows = [k for k, weight in enumerate(weights) if weight.is_contiguous()]
-    if rows:
-        here = [[tensors[k] for k in rows] for tensors in (weights, indices, values)]
-        _scatter(here[0], here[1], here[2], [old[k] for k in rows] if keep_old else None)
-    for k in set(range(len(weights))) - set(rows):
-        overwritten = reference.exchange_patch_(weights[k], indices[k], values[k])
-        if keep_old:
-            old[k] = overwritten
+    _scattering(weights, indices, values, old if keep_old else None)()
     return old
 
 
@@ -200,7 +213,7 @@ def digest_many(tensors: list[Tensor], keys: list[int], starts: list[int]) -> li
     flat = [dense(t) for t in tensors]
     device = flat[0].device
     tile = constant(dense_digest.digest, "TILE", device)
-    results = [torch.zeros(2, dtype=torch.int64, device=device)] * len(flat)
+    results = flat[:]
     for size in {t.element_size() for t in flat}:
         rows = [k for k, t in enumerate(flat) if t.element_size() == size]
         columns = [(flat[k].data_ptr(), flat[k].numel(), keys[k], starts[k]) for k in rows]
@@ -211,9 +224,10 @@ def digest_many(tensors: list[Tensor], keys: list[int], starts: list[int]) -> li
         if cut.count:
             arguments = (cut.table, cut.tile_rows, *_four(cut.row), sums)
             launch(dense_digest.digest, device, cut.count, *arguments, SIZE=size)
-        places = dict(zip(cut.rows, sums.unbind(), strict=False))
-        for at, k in enumerate(rows):
-            results[k] = places[at].clone() if at in places else torch.zeros(2, dtype=torch.int64, device=device)
+        # The sums of those that have elements come first, in the table's order; the others' stay zeros.
+        places = [*cut.rows, *(at for at, extent in enumerate(extents) if not extent)]
+        for at, lanes in zip(places, sums.unbind(), strict=True):
+            results[rows[at]] = lanes
     return results
 
 
@@ -231,14 +245,14 @@ def digest_update_many(
     digests: list[Tensor], indices: list[Tensor], old: list[Tensor], new: list[Tensor], keys: list[int]
 ) -> list[Tensor]:
     indices, old, new = [dense(t) for t in indices], [dense(t) for t in old], [dense(t) for t in new]
-    results = [digest.detach().clone(memory_format=torch.contiguous_format) for digest in digests]
+    results = list(torch.stack(digests).unbind())
     for (index_size, size), rows in _by_sizes(indices, old).items():
         cut = _cut_changes(patches.digest_changes, rows, indices, [old, new, None], keys)
         if cut.count:
-            sums = torch.zeros([len(cut.rows), 2], dtype=torch.int64, device=indices[0].device)
+            sums = torch.stack([digests[rows[k]] for k in cut.rows])  # to which the kernel adds
             row = (*cut.row[:3], *cut.row[4:6]) if cut.row else (0,) * 5
             arguments = (cut.table, cut.tile_rows, *row, sums)
             launch(patches.digest_changes, sums.device, cut.count, *arguments, INDEX_SIZE=index_size, SIZE=size)
-            for k, change in zip(cut.rows, sums, strict=True):
-                results[rows[k]] += change
+            for k, lanes in zip(cut.rows, sums.unbind(), strict=True):
+                results[rows[k]] = lanes
     return results
