@@ -397,7 +397,7 @@ class Patch:
 def _at_once(
     named: Mapping[str, Tensor], changed: Mapping[str, TensorPatch], names: Iterable[str]
 ) -> Iterator[list[str]]:
-    """Tensors that one launch writes, all or none, so that what it overwrote is known; on the CPU each alone."""
+    """Tensors that one launch writes; on the CPU each alone."""
     launches: dict[Any, list[str]] = {}
     for name in names:
         weight = named[name]
@@ -509,8 +509,8 @@ def _gate_leaders(masters: dict[str, Tensor], weights: dict[str, Tensor]) -> dic
 def _gate_groups(
     names: Sequence[str], masters: dict[str, Tensor], weights: dict[str, Tensor], group_bytes: int
 ) -> Iterator[list[str]]:
-    """Names to gate at once. A group is written as a whole or not at all: what a back end works through tensor by
-    tensor (strided weights, address ranges that interleave) is a group of its own."""
+    """Names to gate at once, with one launch a pass: what a back end works through tensor by tensor (strided weights,
+    address ranges that interleave) is a group of its own."""
     kinds: dict[Any, list[str]] = {}
     for name in names:
         wide = weights[name].numel() > checks.INT32_NUMEL
