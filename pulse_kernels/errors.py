@@ -35,6 +35,26 @@ class CheckpointError(PulseError):
     """A checkpoint file or folder that cannot be read or written as asked."""
 
 
+class StoreError(PulseError):
+    """An object store that cannot be reached, or refuses; nothing was committed."""
+
+
+class ConflictError(PulseError):
+    """Another publisher committed this version; this one must stop."""
+
+
+class ChainError(PulseError):
+    """A chain of versions in a store that is damaged, is another chain, or went back."""
+
+
+class TrustError(ChainError):
+    """A manifest without a signature of a trusted key."""
+
+
+class NonFiniteError(PulseError, ValueError):
+    """Weights to publish that are infinite or NaN; names the tensor and a position."""
+
+
 class BackEndError(PulseError, RuntimeError):
     """PULSE_BACKEND asks for what does not exist, or for what is absent here; tells why."""
 
