@@ -88,13 +88,28 @@ class StateDigest:
     @classmethod
     def of(cls, params: Params) -> StateDigest:
         """The digest of all tensors of ``params``; one pass over them."""
-        digest = cls()
+        return cls.sum(cls.of_each(params).values())
+
+    @classmethod
+    def of_each(cls, params: Params) -> dict[str, StateDigest]:
+        """What each tensor of ``params`` adds to their digest, by name; one pass over them."""
         named = named_tensors(params)
         keys = [tensor_key(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
-        for key, lanes in zip(keys, on_host(ops.digest_many(list(named.values()), keys)), strict=True):
+        each = {}
+        rows = zip(named, keys, on_host(ops.digest_many(list(named.values()), keys)), strict=True)
+        for name, key, lanes in rows:
+            each[name] = digest = cls()
             digest._shift(_presence(key))
             digest._shift(lanes)
-        return digest
+        return each
+
+    @classmethod
+    def sum(cls, digests: Iterable[StateDigest]) -> StateDigest:
+        """The digest of all that ``digests`` count."""
+        total = cls()
+        for digest in digests:
+            total.merge(digest)
+        return total
 
     @classmethod
     def fromhex(cls, text: str) -> StateDigest:
