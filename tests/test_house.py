@@ -19,7 +19,7 @@ FLOORS = [
     {"errors", "checks", "dtypes", "transfer", "backends.native"},
     {"backends"},
     {"ops"},
-    {"state"},
+    {"state", "patch_fold"},
     {"patch"},
     {"codec", "checkpoint"},
     {"checkpoint_patch"},
