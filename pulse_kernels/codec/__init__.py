@@ -66,7 +66,8 @@ def tensor_header(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return TensorHeader(name, dtype_name(dtype), tuple(shape))
 
 
-def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+def build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+    """The coded segments of a patch, of which ``chunks`` makes the file. See ``Patch.to_bytes``."""
     check_profile(profile)
     header = PatchHeader(
         *(profile, patch.base_version, patch.version, patch.base_digest, patch.digest),
@@ -106,7 +107,7 @@ def send(items: Sequence[TensorPatch], profile: str) -> list[SentChanges]:
 
 def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes:
     """See ``Patch.to_bytes``."""
-    return b"".join(_build(patch, profile, base).chunks())
+    return b"".join(build(patch, profile, base).chunks())
 
 
 def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
@@ -135,7 +136,7 @@ def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
 
 def save(patch: Patch, path: str | os.PathLike[str], profile: str, base: Mapping[str, Tensor] | None) -> int:
     """See ``Patch.save``."""
-    return save_builder(_build(patch, profile, base), path)
+    return save_builder(build(patch, profile, base), path)
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
@@ -279,6 +280,7 @@ __all__ = [
     "PatchReader",
     "Segment",
     "TensorHeader",
+    "build",
     "check_profile",
     "decode",
     "decode_segment",

@@ -63,9 +63,7 @@ def send_anchor(
 
     cut = shards(named, shard_bytes)
     names = [f"model-{token}-{k:05d}-of-{len(cut):05d}.safetensors" for k in range(1, len(cut) + 1)]
-    files = tuple(
-        FileLayout(name, {"format": "pt"}, tuple(specs)) for name, specs in zip(names, cut, strict=True)
-    )
+    files = tuple(FileLayout(name, {"format": "pt"}, tuple(specs)) for name, specs in zip(names, cut, strict=True))
     folder = anchor_folder(version)
     parts = []
     for file in files:

@@ -329,9 +329,7 @@ class Publisher:
                 parts = (part,)
                 phases.end("upload")
             if whole is not None:
-                anchor = send_anchor(
-                    self.store, whole, job.version, digest, token=token, shard_bytes=self._shard_bytes
-                )
+                anchor = send_anchor(self.store, whole, job.version, digest, token=token, shard_bytes=self._shard_bytes)
                 written += [part.key for part in anchor.parts]
                 phases.end("anchor")
         except BaseException:

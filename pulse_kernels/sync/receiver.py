@@ -102,7 +102,9 @@ class Receiver:
         named = self.weights()
         if state.keys() != named.keys():
             lone = min(state.keys() ^ named.keys())
-            which = "the version has and the weights lack" if lone in state else "the weights have and the version lacks"
+            which = (
+                "the version has and the weights lack" if lone in state else "the weights have and the version lacks"
+            )
             raise BaseMismatchError(f"{lone!r:.200} is a tensor that {which}; give the weights of the same model")
         tensors: dict[str, TensorPatch] = {}
         whole: dict[str, Tensor] = {}

@@ -140,10 +140,12 @@ def test_an_untouched_weight_written_by_others_is_found_by_the_sweep(trainer: Tr
 
 
 def test_the_anchor_is_an_ordinary_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
-    publisher = Publisher(tmp_path / "run", trainer.weights, masters=trainer.masters, shard_bytes=20_000)
+    publisher = Publisher(tmp_path / "run", trainer.weights, masters=trainer.masters, shard_bytes=8_000)
     report = publisher.publish()
     with Checkpoint.open(tmp_path / "run" / "anchors" / "00000000") as checkpoint:
-        found = {name: checkpoint.read(name, 0, info.numel).view(info.shape) for name, info in checkpoint.tensors.items()}
+        found = {
+            name: checkpoint.read(name, 0, info.numel).view(info.shape) for name, info in checkpoint.tensors.items()
+        }
         assert len({info.file for info in checkpoint.tensors.values()}) > 1
     assert_same_bits(found, trainer.weights)
     assert report.anchor_bytes >= report.dense_bytes
@@ -214,8 +216,10 @@ def test_dense_is_sent_where_it_is_cheaper(trainer: Trainer) -> None:
     store = MemoryStore()
     publisher = Publisher(store, trainer.weights, masters=trainer.masters)
     publisher.publish()
-    for tensor in trainer.latest.values():
-        tensor.copy_(torch.randn_like(tensor.float()) * 10 ** (8 * torch.rand_like(tensor.float()) - 4))
+    for tensor in trainer.latest.values():  # bits that no code can shorten
+        finite = torch.randint(0, 0x7F80, tensor.shape, dtype=torch.int16, generator=trainer.generator)
+        sign = torch.randint(0, 2, tensor.shape, dtype=torch.int16, generator=trainer.generator) << 15
+        tensor.copy_((finite | sign).view(torch.bfloat16))
     report = publisher.publish()
     assert report.kind == "anchor"
     assert "dense was cheaper" in report.note
