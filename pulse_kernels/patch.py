@@ -63,6 +63,7 @@ class Codec(Protocol):
         base: Mapping[str, Tensor] | None,
         current_digest: str | None,
         max_decoded_bytes: int | None,
+        pending: Patch | None,
     ) -> Patch: ...
 
     def peek(self, buffer: Any) -> Any: ...
@@ -260,7 +261,7 @@ class Patch:
         patch_fold.check_chain(patches)
         fates = patch_fold.fates(patches)
         for patch in patches:
-            _check_order(patch.tensors)
+            check_order(patch.tensors)
         tensors: dict[str, TensorPatch] = {}
         added: dict[str, Tensor] = {}
         removed: list[str] = []
@@ -326,17 +327,21 @@ class Patch:
         *,
         current_digest: str | None = None,
         max_decoded_bytes: int | None = None,
+        pending: Patch | None = None,
     ) -> Patch:
         """Read a patch, trusting nothing.
 
         buffer: bytes-like. base: the old tensors, needed where values are coded against them; they are checked to be
         the patch's base first, by ``current_digest`` where the caller keeps one, else by a pass over them.
         max_decoded_bytes: refuse a patch that would take more memory; by default it follows from the base, or from
-        the buffer's size. Raises PatchFormatError (no patch, damaged, oversized), BaseMismatchError (another base),
-        ValueError (base needed).
+        the buffer's size. pending: a patch from ``base`` to the state this one follows, imagined on top of ``base``,
+        which is only read: so the next patches are decoded while the weights stay (``Patch.fold`` joins several).
+        ``current_digest`` remains that of ``base``. Raises PatchFormatError (no patch, damaged, oversized),
+        BaseMismatchError (another base), ValueError (base needed, or a pending patch without a digest), IndexError (a
+        pending patch with positions out of order or range).
         """
         named = None if base is None else named_tensors(base)
-        return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes)
+        return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes, pending)
 
     @staticmethod
     def peek(buffer: Any) -> Any:
@@ -355,11 +360,14 @@ class Patch:
         *,
         current_digest: str | None = None,
         max_decoded_bytes: int | None = None,
+        pending: Patch | None = None,
     ) -> Patch:
         """``from_bytes`` of a file."""
         buffer = _installed_codec().read_file(path)
         with naming(path):
-            return cls.from_bytes(buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes)
+            return cls.from_bytes(
+                buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes, pending=pending
+            )
 
     # ---- applying one ---------------------------------------------------------------------------------------------
 
@@ -395,7 +403,7 @@ class Patch:
                 raise BaseMismatchError(f"the patch changes {name!r}, which the weights lack; expected its base")
         for name, tensor_patch in self.tensors.items():
             _check_fits(tensor_patch, named[name])
-        _check_order(self.tensors)
+        check_order(self.tensors)
         state = self._check_base(named, current_digest, verify)
         before = self.base_digest if state is None else state.hexdigest()
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
@@ -664,7 +672,7 @@ def _check_fits(tensor_patch: TensorPatch, weight: Tensor) -> None:
     checks.writable(f"patch of {name!r}", "weight", weight)
 
 
-def _check_order(tensors: Mapping[str, TensorPatch]) -> None:
+def check_order(tensors: Mapping[str, TensorPatch]) -> None:
     """IndexError where positions are out of order or range; one call and one synchronisation a device."""
     found: dict[str, int] = {}
     for device in dict.fromkeys(item.indices.device for item in tensors.values()):

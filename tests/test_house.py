@@ -97,7 +97,7 @@ def test_every_module_has_a_place() -> None:
 def test_the_checks_here_see_imports() -> None:
     """The test above would be empty if this found nothing."""
     found = {module for module, _ in imports(PACKAGE / "codec" / "__init__.py")}
-    assert {"patch", "backends", "codec.segment", "state", "checks"} <= found
+    assert {"patch", "backends", "codec.segment", "dtypes", "checks"} <= found
     assert {"checkpoint.files"} <= {module for module, _ in imports(PACKAGE / "checkpoint" / "reader.py")}
     assert not list(imports(PACKAGE / "errors.py"))
 
