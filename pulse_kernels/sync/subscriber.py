@@ -364,9 +364,7 @@ def _decoded(
                     f"{where}: {part.key} leads from digest {said[0]} to {said[1]}, the manifest says from "
                     f"{manifest.base_digest} to {manifest.digest}; run `pulse-kernels fsck`"
                 )
-            patches.append(
-                Patch.from_bytes(data, base, current_digest=digest, **({"pending": pending} if pending else {}))
-            )
+            patches.append(Patch.from_bytes(data, base, current_digest=digest, pending=pending))
         except PatchFormatError as error:
             raise ChainError(f"{where}: {part.key}: {error}; run `pulse-kernels fsck`") from error
     patch = merge_parts(patches, where)
