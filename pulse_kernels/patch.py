@@ -187,6 +187,7 @@ class Patch:
         base_digest: str | None = None,
         profile: str | None = "balanced",
         group_bytes: int = 1 << 30,
+        undo: bool = True,
     ) -> Patch:
         """The patch that turns ``weights`` into ``masters`` rounded to their dtype: ``gate_compact_many`` of a model,
         whose cast it replaces. The same patch as ``diff(weights before, weights after)``.
@@ -200,6 +201,7 @@ class Patch:
 
         Raises TypeError (dtypes), ValueError (names, shapes, devices, weights that share memory but not their master)
         before anything is written; on any later error, as for want of memory, the weights are as they were.
+        ``undo=False`` writes in the pass that compares, which is faster: after such an error some weights are new.
         """
         sources, targets = named_tensors(masters), named_tensors(weights)
         _check_gate(sources, targets, update)
@@ -212,16 +214,19 @@ class Patch:
         base_digest = state.hexdigest()
         found: dict[str, TensorPatch] = {}
         sent: dict[str, Any] = {}
-        undo: list[tuple[list[str], Sequence[list[Tensor]]]] = []
+        log: list[tuple[list[str], Sequence[list[Tensor]]]] = []
         try:
             for group in _gate_groups(
                 [name for name in targets if leaders[name] == name], sources, targets, group_bytes
             ):
                 columns = ops.gate_compact_many(
-                    [sources[name] for name in group], [targets[name] for name in group], return_old=True
+                    [sources[name] for name in group],
+                    [targets[name] for name in group],
+                    update=update and not undo,
+                    return_old=True,
                 )
-                if update:  # apart from the gate: an interrupt may come before its result is ours
-                    undo.append((group, columns))
+                if update and undo:  # apart from the gate: an interrupt may come before its result is ours
+                    log.append((group, columns))
                     ops.apply_patch_many_([targets[name] for name in group], *columns[:2], check=False)
                 made = {
                     name: TensorPatch(name, tuple(targets[name].shape), targets[name].dtype, *row)
@@ -235,7 +240,7 @@ class Patch:
             tensors = {name: _renamed(found[leader], name) for name, leader in leaders.items() if leader in found}
             moved = _add_changes(state, tensors)
         except BaseException:
-            for group, (indices, _, old_values) in undo:
+            for group, (indices, _, old_values) in log:
                 ops.apply_patch_many_([targets[name] for name in group], indices, old_values, check=False)
             raise
         patch = cls(base_version, version, tensors, base_digest=base_digest, digest=state.hexdigest())

@@ -181,22 +181,20 @@ class Source:
     def _gate(self, named: dict[str, Tensor], version: int) -> Patch:
         masters = self._masters_now()
         base = StateDigest.sum(self._digests.values()).hexdigest()
-        self._sure = False
+        self._sure = False  # until it is done: there is no undo log, the masters make the weights right anyway
         self._why = "the publisher was interrupted while it cast the weights"
-        try:
-            patch = Patch.gate(masters, named, version=version, base_digest=base, profile=self._profile)
-            if self._finite and (found := _nonfinite_change(patch)):
-                for name, item in patch.tensors.items():
-                    assert item.old_values is not None
-                    ops.apply_patch_(named[name], item.indices, item.old_values, check=False)
-                raise NonFiniteError(found)
-        except Exception:
-            self._places = _places(named)
-            self._sure = True  # the weights are as they were
-            raise
-        self._digests = _moved(self._digests, patch)
+        patch = Patch.gate(masters, named, version=version, base_digest=base, profile=self._profile, undo=False)
+        found = _nonfinite_change(patch) if self._finite else ""
+        if found:
+            for name, item in patch.tensors.items():
+                assert item.old_values is not None
+                ops.apply_patch_(named[name], item.indices, item.old_values, check=False)
+        else:
+            self._digests = _moved(self._digests, patch)
         self._places = _places(named)
         self._sure = True
+        if found:
+            raise NonFiniteError(found)
         return patch
 
     def _diff(self, named: dict[str, Tensor], version: int) -> Patch:
