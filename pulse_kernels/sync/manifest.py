@@ -204,7 +204,9 @@ def _verified(data: bytes, trust: frozenset[bytes], what: str) -> dict[str, str]
 
 def _check_form(content: Any, data: bytes) -> None:
     """That ``content``, parsed out of ``data``, has our fields and was spelled the one way there is."""
-    found = content.get("format") if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(f"{content!r:.60}, expected an object")
+    found = content.get("format")
     if type(found) is not int or found != FORMAT_VERSION:
         raise ValueError(f"format {found!r:.60}, expected {FORMAT_VERSION}; a newer pulse_kernels may read it")
     if unknown := set(content) - _FIELDS - {"signature"}:
