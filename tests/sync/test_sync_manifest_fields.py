@@ -125,7 +125,7 @@ def test_bad_values_are_refused_on_making(name: str, value: Any, message: str) -
 
 def test_text_that_is_not_unicode_is_refused_on_making() -> None:
     for changes in ({"facts": {"a": "\ud800"}}, {"tensor_digests": {"\ud800": "0" * 32}}):
-        with pytest.raises(ValueError, match="facts: a is|not Unicode"):
+        with pytest.raises(ValueError, match=r"facts: a is|not Unicode"):
             Manifest(**{**FIELDS, **changes})
 
 
