@@ -52,9 +52,9 @@ class Subscriber:
     store: URL, folder, obstore object or ``Store``. params: the weights, written in place: nn.Module, dict or (name,
     tensor) pairs; whatever they hold at first. None: CPU tensors made from the chain's newest version, in ``params``.
     verify: "digest" checks every changed element's old and new bits, in O(changed); "full" also sweeps all weights
-    after every apply, and so finds what others wrote anywhere. trust: public keys (see ``trusted_keys``), one of which must
-    have signed every version. chain: the chain's id, where it is known; else the first one seen is kept. min_version:
-    refuse anything older. on_report: called with every report.
+    after every apply, and so finds what others wrote anywhere. trust: public keys (see ``trusted_keys``), one of which
+    must have signed every version. chain: the chain's id, where it is known; else the first one seen is kept.
+    min_version: refuse anything older. on_report: called with every report.
 
     ``stage`` may run in another thread than the one that serves; ``apply`` is the only pause.
 
