@@ -140,6 +140,7 @@ class Publisher:
         if self._fenced:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
+        self._check_ahead()
         number = self._next_version(version)
         self._write_owed()
         change = self._source.change(number)
@@ -234,6 +235,12 @@ class Publisher:
                 break
             else:
                 break
+
+    def _check_ahead(self) -> None:
+        """Whoever committed a version above ours has taken over, under whatever number."""
+        newest = self.chain.newest()
+        if newest is not None and newest > (-1 if self._head is None else self._head.version):
+            self._fence(newest)
 
     def _committed(self, version: int) -> bytes | None:
         try:
