@@ -65,7 +65,7 @@ class World:
 
 
 def script(world: World, publisher: Publisher, steps: int) -> Iterator[None]:
-    """Publish again and again; ``truth`` learns of a version before it is tried, as the trainer knows its own weights."""
+    """Publish again and again; ``truth`` learns of a version before it is tried: the trainer knows its own weights."""
     for _ in range(steps):
         expected = world.trainer.rounded()
         number = 0 if publisher.version is None else publisher.version + 1
@@ -207,7 +207,7 @@ def test_a_commit_with_a_lost_answer_is_not_published_twice() -> None:
     assert_same_bits(subscriber.params, world.trainer.weights)  # type: ignore[arg-type]
 
 
-# ---- operators that fail inside a step --------------------------------------------------------------------------------
+# ---- operators that fail inside a step -------------------------------------------------------------------------------
 
 
 class Broken(RuntimeError):
