@@ -86,9 +86,9 @@ def find_weights(folder: Path) -> Weights:
 def auxiliary_files(folder: Path) -> list[str]:
     """Every file that is no weights (config, tokenizer, ...), as sorted relative paths with `/`.
 
-    Sub-folders are included, linked ones are not entered. Left out: hidden files and folders, weights and indexes in any
-    format (`*.safetensors`, `*.bin`, `*.pt`, `*.gguf`, ...), and pickled trainer state, which has the same endings: all
-    of these belong to other weights than the ones a patch makes.
+    Sub-folders are included, linked ones are not entered. Left out: hidden files and folders, weights and indexes in
+    any format (`*.safetensors`, `*.bin`, `*.pt`, `*.gguf`, ...), and pickled trainer state, which has the same
+    endings: all of these belong to other weights than the ones a patch makes.
     """
     found: list[str] = []
     with os_errors("list the folder", folder):
