@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,8 +43,8 @@ def steps(elements: int) -> Steps:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "store"
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
 
 
 def phase_share(steps: Steps, publisher: Publisher, rounds: int = 7) -> float:
