@@ -5,9 +5,12 @@ subscriber.py  the rollout's end           receiver.py   weights, and the step t
 chain.py       versions in a store         manifest.py   what commits a version; signing.py its signature
 anchor.py      whole states                merge.py      parts of several ranks
 store.py       object stores               reports.py    what each step tells
+group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
+collectives.py bytes over torch.distributed
 """
 
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.group import GroupPublisher, GroupSubscriber
 from pulse_kernels.sync.publisher import Publisher
 from pulse_kernels.sync.reports import ApplyReport, PublishReport, StageReport
 from pulse_kernels.sync.store import Store, open_store
@@ -16,6 +19,8 @@ from pulse_kernels.sync.subscriber import Subscriber
 __all__ = [
     "ApplyReport",
     "Chain",
+    "GroupPublisher",
+    "GroupSubscriber",
     "PublishReport",
     "Publisher",
     "StageReport",
