@@ -57,7 +57,7 @@ def send_anchor(
 ) -> AnchorFiles:
     """Upload the tensors' files; the index, which makes them a checkpoint, is for the caller to put once it may.
 
-    token: sets the file names apart from those of any other attempt at this version. Peak memory: one chunk of a tensor.
+    token: sets the file names apart from those of any other attempt at this version. Peak memory: one chunk.
     """
     from blake3 import blake3
 
@@ -88,13 +88,13 @@ def send_anchor(
     return AnchorFiles(tuple(parts), f"{folder}/{INDEX_FILE}", index)
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+def _bytes_of(tensor: Tensor) -> Iterator[Any]:
     """A tensor's bytes in row-major order, chunk by chunk, wherever it is."""
     flat = tensor.detach().reshape(-1)
     step = max(1, _CHUNK // tensor.element_size())
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step].resolve_conj().resolve_neg().cpu().contiguous()
-        yield memoryview(part.view(torch.uint8).numpy())
+        yield part.view(torch.uint8).numpy().data
 
 
 def fetch_anchor(chain: Chain, manifest: Manifest) -> dict[str, Tensor]:

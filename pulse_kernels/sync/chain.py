@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ class Chain:
             "Run `pulse-kernels fsck` on the store; the next anchor mends the chain"
         )
 
-    def fetch_ahead(self, manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, list[memoryview]]]:
+    def fetch_ahead(self, manifests: Sequence[Manifest]) -> Generator[tuple[Manifest, list[memoryview]], None, None]:
         """The patch parts of each manifest in order, those of the next ones on their way meanwhile."""
         with ThreadPoolExecutor(_AHEAD, "pulse-fetch") as pool:
             ahead: deque[tuple[Manifest, list[Future[memoryview]]]] = deque()

@@ -26,6 +26,8 @@ _HEX32 = re.compile(r"[0-9a-f]{32}\Z")
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 _HEX128 = re.compile(r"[0-9a-f]{128}\Z")
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
+# Control characters, lone surrogates, and marks that no one sees or that reorder text: `log` shows facts in terminals.
+_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]")
 _STORE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*\Z")
 _MANIFEST_KEY = re.compile(r"manifests/([0-9]{8,16})\.json\Z")
 # In canonical bytes quotes inside strings are escaped, so this matches members of an object alone.
@@ -204,7 +206,9 @@ def _verified(data: bytes, trust: frozenset[bytes], what: str) -> dict[str, str]
 
 def _check_form(content: Any, data: bytes) -> None:
     """That ``content``, parsed out of ``data``, has our fields and was spelled the one way there is."""
-    found = content.get("format") if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(f"{content!r:.60}, expected an object")
+    found = content.get("format")
     if type(found) is not int or found != FORMAT_VERSION:
         raise ValueError(f"format {found!r:.60}, expected {FORMAT_VERSION}; a newer pulse_kernels may read it")
     if unknown := set(content) - _FIELDS - {"signature"}:
@@ -340,7 +344,6 @@ def _fact_problems(facts: Any) -> Iterator[str]:
         if not _matches(_IDENTIFIER, name):
             yield f"facts: the name {name!r:.80}, expected a short identifier"
         number = _is_int(value, -MAX_VERSION, MAX_VERSION)
-        # Printable: `log` shows them in terminals.
-        text = isinstance(value, str) and len(value) <= MAX_FACT_CHARS and value.isprintable()
+        text = isinstance(value, str) and len(value) <= MAX_FACT_CHARS and not _UNSHOWN.search(value)
         if not number and not text:
-            yield f"facts: {name} is {value!r:.80}, expected an integer or up to {MAX_FACT_CHARS} printable characters"
+            yield f"facts: {name} is {value!r:.80}, expected an integer or up to {MAX_FACT_CHARS} visible characters"

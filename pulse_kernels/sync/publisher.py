@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -65,15 +66,15 @@ class Publisher:
     masters: FP32 masters under the same names; ``publish`` then casts them into the weights in the pass that finds the
     changes, and keeps no copy of the weights. anchor_every: versions from one whole checkpoint to the next. profile:
     "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see ``signer_from``.
-    on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish`` returns
-    as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
+    on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
+    returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, see ``prune``; None keeps all. on_report: called with every committed version's report.
     shard_bytes: size of an anchor's files.
 
     One publisher at a time owns a chain. A second one that commits makes the first raise ConflictError for good.
 
-    Raises StoreError (the store cannot be read), ChainError, TrustError (what is there cannot be continued), ValueError,
-    TypeError (arguments).
+    Raises StoreError (the store cannot be read), ChainError, TrustError (what is there cannot be continued),
+    ValueError, TypeError (arguments).
     """
 
     def __init__(
@@ -186,10 +187,8 @@ class Publisher:
         if kind is None:
             self.close()
             return
-        try:
+        with suppress(Exception):  # the error that ended the block is the one to report
             self.close()
-        except Exception:  # the error that ended the block is the one to report
-            pass
 
     # ---- where the chain stands -----------------------------------------------------------------------------------
 
@@ -225,7 +224,7 @@ class Publisher:
     def _resolve_attempts(self) -> None:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
-            for k, attempt in enumerate(self._attempts):
+            for attempt in self._attempts:
                 found = self._committed(attempt.version)
                 if found is None:
                     continue
@@ -408,10 +407,8 @@ class Publisher:
 
     def _discard(self, keys: list[str]) -> None:
         """Remove parts of a version that will never be; what stays is removed by ``prune``."""
-        try:
+        with suppress(Exception):
             self.store.delete(keys)
-        except Exception:
-            pass
 
     def _report(self, job: _Job, manifest: Manifest | None, *, committed: bool) -> PublishReport:
         patch = job.change.patch

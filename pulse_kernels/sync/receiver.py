@@ -98,7 +98,7 @@ class Receiver:
     def stage_state(
         self, state: Mapping[str, Tensor], version: int | None, digest: str, tensor_digests: Mapping[str, str]
     ) -> Staged:
-        """What of a whole ``state`` (CPU tensors) differs from the weights. BaseMismatchError where names or kinds do."""
+        """What of a whole ``state`` (CPU tensors) differs from the weights. BaseMismatchError where its tensors do."""
         named = self.weights()
         if state.keys() != named.keys():
             lone = min(state.keys() ^ named.keys())

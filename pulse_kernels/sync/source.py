@@ -151,8 +151,8 @@ class Source:
         if kinds != self._kinds:
             odd = min(name for name in kinds.keys() | self._kinds.keys() if kinds.get(name) != self._kinds.get(name))
             raise ValueError(
-                f"{odd!r} is {_kind(kinds.get(odd))} now and was {_kind(self._kinds.get(odd))} when publishing began; a "
-                "chain keeps its tensors: begin another one for another model"
+                f"{odd!r} is {_kind(kinds.get(odd))} now and was {_kind(self._kinds.get(odd))} when publishing began; "
+                "a chain keeps its tensors: begin another one for another model"
             )
         return named
 
