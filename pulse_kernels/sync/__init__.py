@@ -6,6 +6,7 @@ chain.py       versions in a store         manifest.py   what commits a version;
 anchor.py      whole states                merge.py      parts of several ranks
 store.py       object stores               reports.py    what each step tells
 group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
+sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py
 collectives.py bytes over torch.distributed
 """
 
@@ -13,6 +14,8 @@ from pulse_kernels.sync.chain import Chain
 from pulse_kernels.sync.group import GroupPublisher, GroupSubscriber
 from pulse_kernels.sync.publisher import Publisher
 from pulse_kernels.sync.reports import ApplyReport, PublishReport, StageReport
+from pulse_kernels.sync.sharded import ShardedPublisher
+from pulse_kernels.sync.sharding import Shard
 from pulse_kernels.sync.store import Store, open_store
 from pulse_kernels.sync.subscriber import Subscriber
 
@@ -23,6 +26,8 @@ __all__ = [
     "GroupSubscriber",
     "PublishReport",
     "Publisher",
+    "Shard",
+    "ShardedPublisher",
     "StageReport",
     "Store",
     "Subscriber",

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pulse_kernels.errors import ChainError
+from pulse_kernels.errors import ChainError, PulseError
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, version_of
 from pulse_kernels.sync.store import NotFound, Store
 
@@ -74,6 +74,17 @@ class Chain:
         """Read the manifest of ``version`` anew next time."""
         with self._lock:
             self._cache.pop(version, None)
+
+    def since_anchor(self, manifest: Manifest, most: int) -> int:
+        """Versions from the last anchor to ``manifest``, up to ``most``, which also counts where one cannot be read."""
+        for count in range(most):
+            if manifest.anchor or manifest.base_version is None:
+                return count if manifest.anchor else most
+            try:
+                manifest = self.manifest(manifest.base_version)
+            except (NotFound, PulseError):
+                break  # mended by an anchor
+        return most
 
     def fetch(self, part: Part) -> memoryview:
         """A part's bytes, whose size and BLAKE3 are the manifest's; ChainError where the store has others."""

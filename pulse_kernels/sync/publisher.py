@@ -200,14 +200,7 @@ class Publisher:
             return
         self._head = self.chain.manifest(newest)
         self._source.resume(self._head.digest)
-        manifest: Manifest | None = self._head
-        while manifest is not None and not manifest.anchor and self._since_anchor < self._anchor_every:
-            self._since_anchor += 1
-            try:
-                manifest = None if manifest.base_version is None else self.chain.manifest(manifest.base_version)
-            except (NotFound, PulseError):
-                self._since_anchor = self._anchor_every  # what cannot be read is mended by an anchor
-                break
+        self._since_anchor = self.chain.since_anchor(self._head, self._anchor_every)
 
     def _next_version(self, asked: int | None) -> int:
         head = -1 if self._head is None else self._head.version
