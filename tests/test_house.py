@@ -123,7 +123,8 @@ written = [args for args in opened if set(args[1]) & set("wax+") and "__pycache_
 assert not written, written
 assert threads() == before and threading.active_count() == 1
 new = {name.split(".")[0] for name in set(sys.modules) - modules}
-unwanted = new & {"rich", "matplotlib", "triton", "pytest", "hypothesis", "PIL", "tqdm", "transformers"}
+unwanted = new & {"rich", "matplotlib", "triton", "pytest", "hypothesis", "PIL", "tqdm", "transformers",
+    "obstore", "blake3", "cryptography"}
 assert not unwanted, unwanted
 upper = {"cli", "demo", "sync", "loco", "integrations", "checkpoint", "checkpoint_patch"}
 above = [name for name in sys.modules if name.startswith("pulse_kernels.") and name.split(".")[1] in upper]

@@ -43,17 +43,18 @@ class _Ready:
 
 
 class Subscriber:
-    """Keeps a rollout's weights at the versions a ``Publisher`` sends; bit-identical, or an error says that they are not.
+    """Keeps a rollout's weights at the versions a ``Publisher`` sends: bit-identical, or an error says that they are
+    not.
 
         subscriber = Subscriber("s3://bucket/run1", model)
         report = subscriber.poll()        # None if nothing is new; else the weights are at report.version
 
     store: URL, folder, obstore object or ``Store``. params: the weights, written in place: nn.Module, dict or (name,
     tensor) pairs; whatever they hold at first. None: CPU tensors made from the chain's newest version, in ``params``.
-    verify: "digest" checks every changed element's old and new bits, in O(changed); "full" also sweeps all weights after
-    every apply, and so finds what others wrote anywhere. trust: public keys (see ``trusted_keys``), one of which must
-    have signed every version. chain: the chain's id, where it is known; else the first one seen is kept. min_version:
-    refuse anything older. on_report: called with every report.
+    verify: "digest" checks every changed element's old and new bits, in O(changed); "full" also sweeps all weights
+    after every apply, and so finds what others wrote anywhere. trust: public keys (see ``trusted_keys``), one of which
+    must have signed every version. chain: the chain's id, where it is known; else the first one seen is kept.
+    min_version: refuse anything older. on_report: called with every report.
 
     ``stage`` may run in another thread than the one that serves; ``apply`` is the only pause.
 
@@ -101,7 +102,7 @@ class Subscriber:
     def latest(self) -> int | None:
         """The newest version in the store, None while there is none. ChainError where the store has gone back."""
         newest = self.chain.newest()
-        if newest is not None and newest < self._newest_seen or newest is None and self._newest_seen >= 0:
+        if (-1 if newest is None else newest) < self._newest_seen:
             raise ChainError(
                 f"the newest version in {self.store.describe()} is {newest}, but version {self._newest_seen} was seen "
                 "there before: the store was restored from older data, or somebody serves old versions again. If that "
@@ -176,7 +177,7 @@ class Subscriber:
             return replace(applied, seconds={**staged.seconds, **applied.seconds})
 
     def rollback(self) -> int | None:
-        """Go back to the version before the last ``apply``; returns it. PulseError where there is none to go back to."""
+        """Go back to the version before the last ``apply``; returns it. PulseError where there is none."""
         with self._lock:
             self._ready = None
             self._receiver.rollback()
