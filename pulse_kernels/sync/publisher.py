@@ -219,13 +219,14 @@ class Publisher:
     def _resolve_attempts(self) -> None:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
-            for attempt in self._attempts:
-                found = self._committed(attempt.version)
+            for version in [attempt.version for attempt in self._attempts]:
+                found = self._committed(version)
                 if found is None:
                     continue
-                if found != attempt.data:
-                    self._fence(attempt.version)
-                self._adopt(attempt, settle=attempt.change.patch is not None)
+                ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
+                if not ours:
+                    self._fence(version)
+                self._adopt(ours[0], settle=ours[0].change.patch is not None)
                 break
             else:
                 break

@@ -203,18 +203,24 @@ class ShardedPublisher:
         """(the version's number, whether an anchor is due). What came of earlier attempts is found out first."""
 
         def look() -> dict[str, Any]:
+            head, adopt = self.version, None
             for version in {attempt.version: None for attempt in self._attempts}:
                 found = self._committed(version)
                 if found is not None:
-                    k = self._ours(version, found)
-                    return {"fenced": self._taken(version)} if k is None else {"adopt": k, **self._next(asked, version)}
+                    head, adopt = version, self._ours(version, found)
+                    if adopt is None:
+                        return {"fenced": self._taken(version)}
+                    break
+            newest = self.chain.newest()
+            if newest is not None and (head is None or newest > head):
+                return {"fenced": self._taken(newest)}
             self._write_owed()
-            return self._next(asked, self.version)
+            return {"adopt": adopt, **self._next(asked, head)}
 
         said = self._ranks.first(look, "to begin a version")
         if "fenced" in said:
             self._stop(said["fenced"])
-        if "adopt" in said:
+        if said["adopt"] is not None:
             self._adopt(said["adopt"], settle=False)
         return said["version"], self._head is None or self._since_anchor + 1 >= self._anchor_every
 
