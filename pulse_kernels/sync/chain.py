@@ -31,6 +31,23 @@ class Route:
         return sum(part.bytes for part in (*(self.anchor.anchor if self.anchor else ()), *parts))
 
 
+def next_version(head: int | None, asked: int | None) -> int:
+    """The number of the version after ``head``, the one committed last; ``asked`` where that is given.
+
+    Raises TypeError, ValueError where ``asked`` is no number above ``head``.
+    """
+    least = -1 if head is None else head
+    if asked is None:
+        return least + 1
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise TypeError(f"version is {asked!r:.50}, expected an integer")
+    if not least < asked < 1 << 53:
+        raise ValueError(
+            f"version is {asked}, expected more than {least}, the version committed last; leave it out to count on"
+        )
+    return asked
+
+
 class Chain:
     """The versions in ``store``.
 

@@ -36,6 +36,7 @@ from pulse_kernels.sync.agreement import (
     confirm,
     layout_of,
 )
+from pulse_kernels.sync.chain import next_version
 from pulse_kernels.sync.collectives import Group, broadcast_payload, broadcast_tensor, gather_rows
 from pulse_kernels.sync.receiver import Receiver, Staged
 from pulse_kernels.sync.reports import ApplyReport, Phases, PublishReport
@@ -121,11 +122,12 @@ class GroupPublisher(_Member):
         """
         phases = Phases(time.perf_counter)
         try:
-            offer = self._offer(version, phases)
+            number = next_version(self.version, version)
+            offer = self._offer(number, phases)
             mine = Record(
                 role=TRAINER,
                 size=-1 if offer.data is None else len(offer.data),
-                version=(-1 if self.version is None else self.version) + 1 if version is None else version,
+                version=number,
                 base=self._digest or "",
                 digest=offer.digest,
                 layout=layout_of(self._source.weights()),
@@ -155,22 +157,17 @@ class GroupPublisher(_Member):
         phases.end("commit")
         return self._report(offer, agreed, before, phases)
 
-    def _offer(self, version: int | None, phases: Phases) -> _Offer:
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise TypeError(f"version is {version!r:.50}, expected an integer")
-        least = -1 if self.version is None else self.version
-        if version is not None and not least < version < 1 << 53:
-            raise ValueError(f"version is {version}, expected more than {least}, the version before")
-        change = self._source.change(0)
+    def _offer(self, version: int, phases: Phases) -> _Offer:
+        change = self._source.change(version)
         if change.patch is not None and change.patch.base_digest != self._digest:
             self._source.distrust("the publisher was interrupted while it recorded what was sent")
-            change = self._source.change(0)
+            change = self._source.change(version)
         phases.end("gate")
         if change.patch is None:
             digests = self._source.tensor_digests(change)
             phases.end("digest")
             return _Offer(change, digests, None, change.note)
-        # The record has the version, which is not known before the exchange.
+        # Receivers that are ahead may raise the version: the record has it.
         change.patch.base_version = change.patch.version = None
         data = change.patch.to_bytes(self._profile)
         phases.end("encode")

@@ -18,7 +18,7 @@ from pulse_kernels.errors import ConflictError, PulseError, StoreError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
-from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
 from pulse_kernels.sync.signing import signer_from, trusted_keys
@@ -141,7 +141,7 @@ class Publisher:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
         self._check_ahead()
-        number = self._next_version(version)
+        number = next_version(self.version, version)
         self._write_owed()
         change = self._source.change(number)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
@@ -203,18 +203,6 @@ class Publisher:
         self._head = self.chain.manifest(newest)
         self._source.resume(self._head.digest)
         self._since_anchor = self.chain.since_anchor(self._head, self._anchor_every)
-
-    def _next_version(self, asked: int | None) -> int:
-        head = -1 if self._head is None else self._head.version
-        if asked is None:
-            return head + 1
-        if isinstance(asked, bool) or not isinstance(asked, int):
-            raise TypeError(f"version is {asked!r:.50}, expected an integer")
-        if not head < asked < 1 << 53:
-            raise ValueError(
-                f"version is {asked}, expected more than {head}, the version committed last; leave it out to count on"
-            )
-        return asked
 
     def _resolve_attempts(self) -> None:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""

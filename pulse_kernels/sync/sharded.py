@@ -17,7 +17,7 @@ from pulse_kernels import codec
 from pulse_kernels.errors import ConflictError, GroupError, PulseError, StoreError
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles
-from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.collectives import Group
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
@@ -215,7 +215,7 @@ class ShardedPublisher:
             if newest is not None and (head is None or newest > head):
                 return {"fenced": self._taken(newest)}
             self._write_owed()
-            return {"adopt": adopt, **self._next(asked, head)}
+            return {"adopt": adopt, "version": next_version(head, asked)}
 
         said = self._ranks.first(look, "to begin a version")
         if "fenced" in said:
@@ -223,16 +223,6 @@ class ShardedPublisher:
         if said["adopt"] is not None:
             self._adopt(said["adopt"], settle=False)
         return said["version"], self._head is None or self._since_anchor + 1 >= self._anchor_every
-
-    def _next(self, asked: int | None, head: int | None) -> dict[str, Any]:
-        least = -1 if head is None else head
-        if asked is None:
-            return {"version": least + 1}
-        if isinstance(asked, bool) or not isinstance(asked, int):
-            raise TypeError(f"version is {asked!r:.50}, expected an integer")
-        if not least < asked < 1 << 53:
-            raise ValueError(f"version is {asked}, expected more than {least}, the version committed last")
-        return {"version": asked}
 
     def _committed(self, version: int) -> bytes | None:
         try:
