@@ -67,8 +67,9 @@ class ShardedPublisher:
     few tensors at a time. process_group: a torch.distributed group, None for all ranks. The other arguments are those
     of ``Publisher``; the signer is rank 0's.
 
-    A rank that dies makes the others raise after the group's time-out; make a new group and a new publisher then, which
-    continues the chain. Raises what ``Publisher`` raises, and GroupError for the ranks that did not fail themselves.
+    A rank that dies, or an interrupt on one, leaves the group out of step, and the others raise after its time-out at
+    the latest. Make a new group and new publishers then, which continue the chain. Raises what ``Publisher`` raises, and
+    GroupError for the ranks that did not fail themselves.
     """
 
     def __init__(

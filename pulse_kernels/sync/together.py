@@ -25,8 +25,10 @@ class Together:
         """Every rank's ``row``, by rank. Where one has a ``failure``, it raises that, and the others GroupError."""
         if failure is not None:
             row = {}
-        mine = {"row": row, "error": _told(failure)}
+        mine = {"step": what, "row": row, "error": _told(failure)}
         rows = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode(), self.group)]
+        for each in rows:
+            self._check_step(each, what)
         if failure is not None:
             raise failure
         failures = {rank: each["error"] for rank, each in enumerate(rows) if each["error"]}
@@ -47,14 +49,23 @@ class Together:
                 said = act()
             except Exception as error:
                 failure = error
-            data = json.dumps({"said": said, "error": _told(failure)}).encode()
+            data = json.dumps({"step": what, "said": said, "error": _told(failure)}).encode()
         answer = json.loads(bytes(broadcast_bytes(data, 0, self.group, GATHER_LIMIT)))
+        self._check_step(answer, what)
         if failure is not None:
             raise failure
         if answer["error"]:
             raise GroupError(f"rank 0 failed {what}: {answer['error']}", {0: answer["error"]})
         said = answer["said"]
         return said
+
+    def _check_step(self, row: Any, what: str) -> None:
+        found = row.get("step") if isinstance(row, dict) else row
+        if found != what:
+            raise GroupError(
+                f"a rank takes the step {found!r:.100} where this one takes {what!r}: the ranks are out of step, as "
+                "after an interrupt on one of them. Make a new process group and new publishers; they continue the chain"
+            )
 
 
 def _told(failure: Exception | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sync_models import assert_same_bits, blank
-from sync_ranks import Ranks
+from sync_ranks import Died, Ranks
 from torch import Tensor
 
 from pulse_kernels import ConflictError, StateDigest, StoreError
@@ -306,6 +307,43 @@ def test_what_one_rank_refuses_all_refuse(ranks: Ranks, tmp_path: Path) -> None:
     for each in (first, second):
         for key in ("fenced", "fenced again"):
             assert each[key][0] == ConflictError.__name__
+
+
+def killed(rank: int, folder: Path) -> tuple[str, str]:
+    model = Model(rank, 3, masters=True)
+    publisher = model.publisher(folder, anchor_every=100)
+    publisher.publish()
+    model.step()
+    if rank == 2:
+        publisher.store.put = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[method-assign]
+    return told(publisher.publish)
+
+
+def continued(rank: int, folder: Path) -> tuple[str, int]:
+    model = Model(rank, 3, masters=True)
+    publisher = model.publisher(folder, anchor_every=100)
+    model.step()
+    report = publisher.publish()
+    return report.kind, report.version
+
+
+def test_a_killed_rank_keeps_all_from_committing_and_new_ranks_continue(ranks: Ranks, tmp_path: Path) -> None:
+    pool = Ranks(3)
+    try:
+        first, second, dead = pool.run(killed, tmp_path, seconds=15)
+    finally:
+        pool.close()
+    assert isinstance(dead, Died)
+    for kind, _ in (first, second):
+        assert kind
+        assert kind != "AssertionError"
+    assert Chain(open_store(tmp_path)).versions() == [0]
+    assert ranks.run(continued, tmp_path) == [("patch", 1)] * 3
+    model = Model(0, 3, masters=True)
+    model.step()
+    found = Subscriber(tmp_path).params
+    assert isinstance(found, dict)
+    assert_same_bits(found, model.whole())
 
 
 def with_dtensors(rank: int, folder: Path) -> None:
