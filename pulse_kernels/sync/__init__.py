@@ -4,6 +4,7 @@ publisher.py   the trainer's end           source.py     what changed since the 
 subscriber.py  the rollout's end           receiver.py   weights, and the step to the next version or back
 chain.py       versions in a store         manifest.py   what commits a version; signing.py its signature
 anchor.py      whole states                merge.py      parts of several ranks
+persist.py     a subscriber's state on disk  aux_files.py  config, tokenizer: what goes with anchors
 store.py       object stores               reports.py    what each step tells
 group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
 sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py

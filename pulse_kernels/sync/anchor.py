@@ -31,11 +31,11 @@ _CHUNK = 16 << 20  # bytes of a tensor that are on their way at once
 
 @dataclass(frozen=True)
 class AnchorFiles:
-    """The files of an anchor and the index that names them."""
+    """The files of an anchor. late: (key, bytes) of what makes them a checkpoint, the index, to be put once the version
+    is committed."""
 
     parts: tuple[Part, ...]
-    index_key: str
-    index: bytes
+    late: tuple[tuple[str, bytes], ...]
 
 
 def shards(named: Mapping[str, Tensor], shard_bytes: int) -> list[list[TensorSpec]]:
@@ -85,7 +85,7 @@ def send_anchor(
         parts.append(Part(key, len(header) + file.nbytes, hasher.hexdigest()))
     layout = Layout(files, {}, folder=True)
     index = encode_index(layout, names, {DIGEST_KEY: digest, VERSION_KEY: str(version)})
-    return AnchorFiles(tuple(parts), f"{folder}/{INDEX_FILE}", index)
+    return AnchorFiles(tuple(parts), ((f"{folder}/{INDEX_FILE}", index),))
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[Any]:

@@ -6,8 +6,8 @@ before, the trainer keeps what changed for the next version, and all ranks raise
 the patch begins at, as a new one has, the version is sent as the whole state; digests tell whether that is needed.
 
 A rank that dies, or is interrupted, takes the group along: the others' collective raises once its time-out has passed
-(the one given to ``init_process_group`` or ``new_group``). Their weights then are whole, at the version before or, where
-the trainer had heard of all, at the new one. Make a new group and hand it to ``join``.
+(the one given to ``init_process_group`` or ``new_group``). Their weights are whole then, at the version before, or at
+the new one where the trainer had heard of all. Make a new group and hand it to ``join``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -18,6 +19,7 @@ from pulse_kernels.errors import ConflictError, PulseError, StoreError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
+from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
@@ -69,7 +71,8 @@ class Publisher:
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, see ``prune``; None keeps all. on_report: called with every committed version's report.
-    shard_bytes: size of an anchor's files.
+    shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer, ...),
+    which is sent with every anchor, see aux_files.py; an attribute, too.
 
     One publisher at a time owns a chain. A second one that commits makes the first raise ConflictError for good.
 
@@ -92,6 +95,7 @@ class Publisher:
         keep_patches: int | None = None,
         on_report: Callable[[PublishReport], None] | None = None,
         shard_bytes: int = 4 << 30,
+        aux_files: str | os.PathLike[str] | None = None,
     ) -> None:
         if anchor_every < 1:
             raise ValueError(f"anchor_every is {anchor_every}, expected at least 1")
@@ -106,8 +110,9 @@ class Publisher:
         self._asynchronous = asynchronous
         self._on_report = on_report
         self._shard_bytes = shard_bytes
+        self.aux_files = aux_files
         self._attempts: list[_Attempt] = []
-        self._owed: list[AnchorFiles] = []
+        self._owed: list[tuple[str, bytes]] = []  # keys and files that only whoever committed may write
         self._fenced = ""
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -246,6 +251,8 @@ class Publisher:
             self._source.commit(attempt.change, attempt.digests)
         self._head = attempt.manifest
         self._since_anchor = 0 if attempt.anchor is not None else self._since_anchor + 1
+        if attempt.anchor is not None:
+            self._owed += attempt.anchor.late
         self._attempts.clear()
 
     # ---- one version ----------------------------------------------------------------------------------------------
@@ -308,6 +315,7 @@ class Publisher:
         anchor: AnchorFiles | None = None
         digest = StateDigest.sum(job.digests.values()).hexdigest()
         written: list[str] = []
+        facts: dict[str, int | str] = {}
         try:
             if data is not None:
                 key = f"{patch_folder(job.version)}/00000-{token}.safetensors"
@@ -320,6 +328,12 @@ class Publisher:
             if whole is not None:
                 anchor = send_anchor(self.store, whole, job.version, digest, token=token, shard_bytes=self._shard_bytes)
                 written += [part.key for part in anchor.parts]
+                if (
+                    self.aux_files is not None
+                    and (aux := send_aux(self.store, self.aux_files, job.version)) is not None
+                ):
+                    facts[AUX_FACT] = aux.blake3
+                    anchor = replace(anchor, late=(*aux.late, *anchor.late))
                 phases.end("anchor")
         except BaseException:
             self._discard(written)
@@ -342,6 +356,7 @@ class Publisher:
                 "num_changed": num_changed,
                 "numel": self._source.numel,
                 "dense_bytes": self._source.dense_bytes,
+                **facts,
             },
         )
         report = self._report(replace(job, change=change, note=note), manifest, num_changed, committed=True)
@@ -379,7 +394,6 @@ class Publisher:
         """What is worth doing once the version exists; none of it can undo that."""
         note = attempt.report.note
         if attempt.anchor is not None:
-            self._owed.append(attempt.anchor)
             try:
                 self._write_owed()
             except StoreError as error:
@@ -391,9 +405,9 @@ class Publisher:
         return report
 
     def _write_owed(self) -> None:
-        """Indexes of anchors that exist: only whoever committed a version may write there."""
+        """The rest of anchors that exist: only whoever committed a version may write there."""
         while self._owed:
-            self.store.put(self._owed[0].index_key, self._owed[0].index)
+            self.store.put(*self._owed[0])
             del self._owed[0]
 
     def _discard(self, keys: list[str]) -> None:

@@ -7,6 +7,7 @@ manifests, and tells the others what came of it.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from pulse_kernels import codec
 from pulse_kernels.errors import ConflictError, GroupError, PulseError, StoreError
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles
+from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.collectives import Group
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
@@ -31,14 +33,14 @@ from pulse_kernels.sync.together import Together
 
 @dataclass
 class _Attempt:
-    """A version on its way. data: its manifest, on rank 0. index: key and bytes of the anchor's, on rank 0."""
+    """A version on its way. data: its manifest, on rank 0. late: of its anchor's files what is put last, on rank 0."""
 
     version: int
     offer: Offer
     digest: str
     whole: bool
     data: bytes = b""
-    index: tuple[str, bytes] | None = None
+    late: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass
@@ -65,11 +67,11 @@ class ShardedPublisher:
 
     Followers see ordinary versions, with a patch file of each rank that changed; boxes are put together for anchors, a
     few tensors at a time. process_group: a torch.distributed group, None for all ranks. The other arguments are those
-    of ``Publisher``; the signer is rank 0's.
+    of ``Publisher``; signer and aux_files are rank 0's.
 
     A rank that dies, or an interrupt on one, leaves the group out of step, and the others raise after its time-out at
-    the latest. Make a new group and new publishers then, which continue the chain. Raises what ``Publisher`` raises, and
-    GroupError for the ranks that did not fail themselves.
+    the latest. Make a new group and new publishers then, which continue the chain. Raises what ``Publisher`` raises,
+    and GroupError for the ranks that did not fail themselves.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class ShardedPublisher:
         on_nonfinite: str = "error",
         on_report: Callable[[PublishReport], None] | None = None,
         shard_bytes: int = 4 << 30,
+        aux_files: str | os.PathLike[str] | None = None,
     ) -> None:
         self._ranks = Together(process_group)
         self._profile, self._anchor_every, self._shard_bytes = profile, anchor_every, shard_bytes
         self._on_report = on_report
+        self.aux_files = aux_files
         self._fenced = ""
         self._head: tuple[int, str] | None = None  # version and digest of what was committed last
         self._attempts: list[_Attempt] = []
@@ -258,8 +262,7 @@ class ShardedPublisher:
             self._source.commit(attempt.offer)
         self._head = attempt.version, attempt.digest
         self._since_anchor = 0 if attempt.whole else self._since_anchor + 1
-        if attempt.index is not None:
-            self._owed.append(attempt.index)
+        self._owed += attempt.late
         self._attempts.clear()
 
     # ---- one version ----------------------------------------------------------------------------------------------
@@ -309,10 +312,15 @@ class ShardedPublisher:
         self._attempts.append(attempt)  # from here on it may exist
 
         def act() -> dict[str, Any]:
-            manifest = self._manifest(attempt, digests, sent, report)
-            attempt.data = manifest.to_bytes(self._signer)
             if attempt.whole:
-                attempt.index = index_of([row["anchor"] for row in sent], attempt.version, attempt.digest)
+                attempt.late = (index_of([row["anchor"] for row in sent], attempt.version, attempt.digest),)
+            aux = None
+            if attempt.whole and self.aux_files is not None:
+                aux = send_aux(self.store, self.aux_files, attempt.version)
+            if aux is not None:
+                attempt.late = (*aux.late, *attempt.late)
+            manifest = self._manifest(attempt, digests, sent, report, {} if aux is None else {AUX_FACT: aux.blake3})
+            attempt.data = manifest.to_bytes(self._signer)
             try:
                 self.store.create(manifest_key(attempt.version), attempt.data)
             except AlreadyExists:
@@ -338,6 +346,7 @@ class ShardedPublisher:
         digests: Mapping[str, StateDigest],
         sent: list[dict[str, Any]],
         report: PublishReport,
+        aux: Mapping[str, str],
     ) -> Manifest:
         assert self.chain.id is not None
         patch = tuple(Part(*row["patch"]) for row in sent if row["patch"] is not None)
@@ -358,6 +367,7 @@ class ShardedPublisher:
                 "num_changed": report.num_changed,
                 "numel": self._source.numel,
                 "dense_bytes": self._source.dense_bytes,
+                **aux,
             },
         )
 

@@ -95,7 +95,7 @@ def _assemble(whole: Tensor | None, found: Mapping[int, Box], local: Tensor | No
 
 def anchor_to_json(sent: Sequence[AnchorFiles]) -> dict[str, Any]:
     """What rank 0 must know of a rank's files: parts, and the file of each tensor."""
-    indices = [json.loads(files.index) for files in sent]
+    indices = [json.loads(data) for files in sent for key, data in files.late if key.endswith(INDEX_FILE)]
     return {
         "parts": [[part.key, part.bytes, part.blake3] for files in sent for part in files.parts],
         "weight_map": {name: file for index in indices for name, file in index["weight_map"].items()},

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pulse_kernels.errors import (
     BaseMismatchError,
     ChainError,
+    CheckpointError,
     PatchFormatError,
     PulseError,
     StoreError,
@@ -22,11 +25,12 @@ from pulse_kernels.errors import (
     VerificationError,
 )
 from pulse_kernels.patch import Patch
-from pulse_kernels.state import Params, StateDigest
+from pulse_kernels.state import Params, StateDigest, named_tensors
 from pulse_kernels.sync.anchor import fetch_anchor
 from pulse_kernels.sync.chain import Chain, Route
 from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.merge import merge_parts
+from pulse_kernels.sync.persist import Saved, StateFolder
 from pulse_kernels.sync.receiver import Receiver, Staged
 from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
 from pulse_kernels.sync.signing import trusted_keys
@@ -56,6 +60,11 @@ class Subscriber:
     must have signed every version. chain: the chain's id, where it is known; else the first one seen is kept.
     min_version: refuse anything older. on_report: called with every report.
 
+    state_dir: a folder that keeps the weights as a safetensors checkpoint with its version, see ``save``. A state that
+    is there is loaded into params (params=None: makes them), and only what came after it is fetched; versions before
+    it, and another chain, are refused. A damaged one is ignored with a warning. save_every: save after every so many
+    applies; not in ``apply``, but at the beginning of the next ``stage`` or ``poll``, or in ``close``.
+
     ``stage`` may run in another thread than the one that serves; ``apply`` is the only pause.
 
     Raises StoreError, ChainError (damaged, foreign, or gone back), TrustError, BaseMismatchError (another model's
@@ -72,9 +81,13 @@ class Subscriber:
         chain: str | None = None,
         min_version: int | None = None,
         on_report: Callable[[StageReport | ApplyReport], None] | None = None,
+        state_dir: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
     ) -> None:
         if verify not in ("digest", "full"):
             raise ValueError(f"verify is {verify!r}, expected 'digest' or 'full'")
+        if save_every is not None and (save_every < 1 or state_dir is None):
+            raise ValueError(f"save_every is {save_every}, expected at least 1, with a state_dir")
         self._full = verify == "full"
         keys = None if trust is None else trusted_keys(list(trust))
         self.store = open_store(store, create=False)
@@ -84,8 +97,20 @@ class Subscriber:
         self._ready: _Ready | None = None
         self._newest_seen = -1
         self._min_version = min_version
-        self.params: Params = self._first_state() if params is None else params
+        self._save_every = save_every
+        self._unsaved = 0  # applies since the last save
+        self._folder = None if state_dir is None else StateFolder(state_dir)
+        if params is not None and not isinstance(params, nn.Module | Mapping):
+            params = named_tensors(params)
+        saved = None
+        if self._folder is not None:
+            saved = self._folder.load(None if params is None else named_tensors(params), chain=chain)
+        if params is None:
+            params = self._first_state() if saved is None else saved.tensors
+        self.params: Params = params
         self._receiver = Receiver(self.params)
+        if saved is not None:
+            self._resume(saved)
 
     # ---- what users call ------------------------------------------------------------------------------------------
 
@@ -117,6 +142,7 @@ class Subscriber:
         refused: ``rollback`` goes back.
         """
         with self._lock:
+            self._save_due()
             phases = Phases(time.perf_counter)
             want = self.latest() if version is None else version
             if want is None:
@@ -157,6 +183,7 @@ class Subscriber:
                 )
             phases = Phases(time.perf_counter)
             self._receiver.apply(ready.staged, phases, sweep=self._full)
+            self._unsaved += 1
             report = ApplyReport(
                 version=ready.report.version,
                 from_version=before,
@@ -192,6 +219,26 @@ class Subscriber:
             manifest = self.chain.manifest(version)
             self._receiver.check(version, manifest.digest, manifest.tensor_digests)
 
+    def save(self) -> int:
+        """Write the weights to ``state_dir``; returns their version. Old or new is there, whole, at every moment.
+
+        ``apply`` waits meanwhile. Raises PulseError (no state_dir, or no known version), CheckpointError (no space, or
+        another process at work there), VerificationError (something else wrote the weights); the old state then stays.
+        """
+        with self._lock:
+            version, digest = self._receiver.version, self._receiver.digest
+            if self._folder is None:
+                raise PulseError("there is no folder to save to; give the Subscriber a state_dir")
+            if version is None or digest is None or self.chain.id is None:
+                raise PulseError("the weights are at no known version, which could be saved; call poll() first")
+            try:
+                self._folder.save(self._receiver.weights(), version, digest, self.chain.id)
+            except VerificationError:
+                self._receiver.distrust()
+                raise
+            self._unsaved = 0
+            return version
+
     def follow(
         self,
         callback: Callable[[ApplyReport], None] | None = None,
@@ -220,8 +267,11 @@ class Subscriber:
                 stop.wait(interval)
 
     def close(self) -> None:
-        """Let go of the store's connections."""
-        self.store.close()
+        """Save what ``save_every`` made due, and let go of the store's connections."""
+        try:
+            self._save_due()
+        finally:
+            self.store.close()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -236,6 +286,22 @@ class Subscriber:
     def _tell(self, report: StageReport | ApplyReport) -> None:
         if self._on_report is not None:
             self._on_report(report)
+
+    def _resume(self, saved: Saved) -> None:
+        """Go on where the process that saved this state left off."""
+        if saved.version is None or saved.chain is None:
+            return
+        self._receiver.version, self._receiver.digest = saved.version, saved.digest
+        self.chain.id = saved.chain
+        self._newest_seen = saved.version
+
+    def _save_due(self) -> None:
+        if self._save_every is None or self._unsaved < self._save_every or self._receiver.version is None:
+            return
+        try:
+            self.save()
+        except (CheckpointError, OSError) as error:  # serving goes on; the next time tries again
+            warnings.warn(f"the state was not saved: {error}", RuntimeWarning, stacklevel=4)
 
     def _locate(self, want: int) -> None:
         """Find out which version the weights are, by their digest."""

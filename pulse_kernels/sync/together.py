@@ -64,7 +64,7 @@ class Together:
         if found != what:
             raise GroupError(
                 f"a rank takes the step {found!r:.100} where this one takes {what!r}: the ranks are out of step, as "
-                "after an interrupt on one of them. Make a new process group and new publishers; they continue the chain"
+                "after an interrupt on one. Make a new process group and new publishers: they continue the chain"
             )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pulse_kernels import ConflictError, StateDigest, StoreError
 from pulse_kernels.checkpoint import Checkpoint
 from pulse_kernels.sync import Publisher, Shard, ShardedPublisher, Subscriber
+from pulse_kernels.sync.aux_files import fetch_aux
 from pulse_kernels.sync.chain import Chain
 from pulse_kernels.sync.store import Store, open_store
 
@@ -91,7 +92,10 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
 
 def train(rank: int, world: int, folder: Path, masters: bool) -> list[dict[str, Any]]:
     model = Model(rank, world, masters=masters)
-    publisher = model.publisher(folder, anchor_every=6)
+    if rank == 0:
+        (folder / "aux").mkdir()
+        (folder / "aux" / "config.json").write_text("{}")
+    publisher = model.publisher(folder / "store", anchor_every=6, aux_files=folder / "aux" if rank == 0 else None)
     reports = []
     for version in range(10):
         if version:
@@ -109,7 +113,8 @@ def test_followers_have_the_whole_models_bits(ranks: Ranks, tmp_path: Path, worl
     reports = ranks.run(train, world, tmp_path, masters, world=world)
     model = Model(0, world, masters=masters)
     weights = blank(model.whole())
-    subscriber = Subscriber(tmp_path, weights)
+    store = tmp_path / "store"
+    subscriber = Subscriber(store, weights)
     for version in range(10):
         if version:
             model.step()
@@ -127,10 +132,11 @@ def test_followers_have_the_whole_models_bits(ranks: Ranks, tmp_path: Path, worl
         assert told[0]["payload_bytes"] == staged.fetched_bytes
         subscriber.check()
     # anchors are checkpoints that anyone can load, and late joiners begin from one
-    with Checkpoint.open(tmp_path / "anchors" / "00000006") as checkpoint:
+    with Checkpoint.open(store / "anchors" / "00000006") as checkpoint:
         assert checkpoint.tensors.keys() == weights.keys()
         assert len({info.file for info in checkpoint.tensors.values()}) >= world
-    assert_same_bits(Subscriber(tmp_path).params, weights)
+    assert_same_bits(Subscriber(store).params, weights)
+    assert fetch_aux(subscriber.chain.store, subscriber.chain.manifest(6)) == {"config.json": b"{}"}
 
 
 class Flaky:
