@@ -71,7 +71,7 @@ class Publisher:
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, see ``prune``; None keeps all. on_report: called with every committed version's report.
-    shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer, ...),
+    shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer),
     which is sent with every anchor, see aux_files.py; an attribute, too.
 
     One publisher at a time owns a chain. A second one that commits makes the first raise ConflictError for good.
