@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pulse_kernels.errors import ChainError
+from pulse_kernels.errors import ChainError, PulseError
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, version_of
 from pulse_kernels.sync.store import NotFound, Store
 
@@ -29,6 +29,23 @@ class Route:
         """Bytes to fetch, manifests not counted."""
         parts = [part for manifest in self.patches for part in manifest.patch]
         return sum(part.bytes for part in (*(self.anchor.anchor if self.anchor else ()), *parts))
+
+
+def next_version(head: int | None, asked: int | None) -> int:
+    """The number of the version after ``head``, the one committed last; ``asked`` where that is given.
+
+    Raises TypeError, ValueError where ``asked`` is no number above ``head``.
+    """
+    least = -1 if head is None else head
+    if asked is None:
+        return least + 1
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise TypeError(f"version is {asked!r:.50}, expected an integer")
+    if not least < asked < 1 << 53:
+        raise ValueError(
+            f"version is {asked}, expected more than {least}, the version committed last; leave it out to count on"
+        )
+    return asked
 
 
 class Chain:
@@ -74,6 +91,17 @@ class Chain:
         """Read the manifest of ``version`` anew next time."""
         with self._lock:
             self._cache.pop(version, None)
+
+    def since_anchor(self, manifest: Manifest, most: int) -> int:
+        """Versions from the last anchor to ``manifest``, up to ``most``, which also counts where one cannot be read."""
+        for count in range(most):
+            if manifest.anchor or manifest.base_version is None:
+                return count if manifest.anchor else most
+            try:
+                manifest = self.manifest(manifest.base_version)
+            except (NotFound, PulseError):
+                break  # mended by an anchor
+        return most
 
     def fetch(self, part: Part) -> memoryview:
         """A part's bytes, whose size and BLAKE3 are the manifest's; ChainError where the store has others."""
