@@ -145,6 +145,7 @@ class Publisher:
         if self._fenced:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
+        self._check_ahead()
         number = self._next_version(version)
         self._write_owed()
         change = self._source.change(number)
@@ -159,7 +160,8 @@ class Publisher:
         worker = threading.Thread(target=self._send_behind, args=(job,), name="pulse-publisher", daemon=True)
         self._worker = worker
         worker.start()
-        return self._report(job, None, committed=False)
+        num_changed = 0 if change.patch is None else change.patch.num_changed
+        return self._report(job, None, num_changed, committed=False)
 
     def wait(self) -> PublishReport | None:
         """Wait for the upload that runs; its report, or None where none ran. Raises what it failed with, once."""
@@ -239,6 +241,12 @@ class Publisher:
                 break
             else:
                 break
+
+    def _check_ahead(self) -> None:
+        """Whoever committed a version above ours has taken over, under whatever number."""
+        newest = self.chain.newest()
+        if newest is not None and newest > (-1 if self._head is None else self._head.version):
+            self._fence(newest)
 
     def _committed(self, version: int) -> bytes | None:
         try:
@@ -349,6 +357,7 @@ class Publisher:
             self._discard(written)
             raise
         assert self.chain.id is not None
+        num_changed = 0 if patch is None else patch.num_changed
         manifest = Manifest(
             chain=self.chain.id,
             version=job.version,
@@ -362,13 +371,13 @@ class Publisher:
             profile=self._profile,
             time=int(time.time()),
             facts={
-                "num_changed": 0 if patch is None else patch.num_changed,
+                "num_changed": num_changed,
                 "numel": self._source.numel,
                 "dense_bytes": self._source.dense_bytes,
                 **facts,
             },
         )
-        report = self._report(replace(job, change=change, note=note), manifest, committed=True)
+        report = self._report(replace(job, change=change, note=note), manifest, num_changed, committed=True)
         attempt = _Attempt(
             job.version, change, job.digests, anchor, parts, manifest, manifest.to_bytes(self._signer), report
         )
@@ -424,9 +433,8 @@ class Publisher:
         with suppress(Exception):
             self.store.delete(keys)
 
-    def _report(self, job: _Job, manifest: Manifest | None, *, committed: bool) -> PublishReport:
+    def _report(self, job: _Job, manifest: Manifest | None, num_changed: int, *, committed: bool) -> PublishReport:
         patch = job.change.patch
-        num_changed = 0 if patch is None else patch.num_changed
         anchor_bytes = 0 if manifest is None else sum(part.bytes for part in manifest.anchor)
         payload = 0 if manifest is None else sum(part.bytes for part in manifest.patch) or anchor_bytes
         return PublishReport(

@@ -290,8 +290,11 @@ def _first_nonfinite(values: Tensor) -> int:
     if not (values.is_floating_point() or values.is_complex()) or not values.numel():
         return -1
     wide = values if values.dtype.itemsize > 1 else values.float()  # 8-bit floats have few operators
-    finite = torch.isfinite(wide)
-    return -1 if bool(finite.all()) else int((~finite).nonzero()[0, 0])
+    # Extremes first: one pass, where isfinite takes several; both are NaN where any value is.
+    extremes = torch.stack(torch.aminmax(torch.view_as_real(wide) if wide.is_complex() else wide))
+    if bool(torch.isfinite(extremes).all()):
+        return -1
+    return int((~torch.isfinite(wide)).nonzero()[0, 0])
 
 
 def _nonfinite_message(name: str, position: int, value: Tensor) -> str:

@@ -36,8 +36,8 @@ MAX_KEY_CHARS = 512
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
-class _FromCaller(Exception):
-    """What an iterator of the caller's raised, carried past obstore and the retries; never leaves this module."""
+class _FromCaller(BaseException):
+    """What an iterator of the caller's raised, carried past the retries; never leaves this module."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -244,7 +244,7 @@ class Store:
             raise
         except Exhausted as exhausted:
             failed, tries = exhausted.cause, f" after {exhausted.attempts} attempts in {exhausted.seconds:.1f} s"
-        except (_FromCaller, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
             failed, tries = error, ""

@@ -30,6 +30,10 @@ class Trainer:
             if self.masters is None:
                 self.weights[name].copy_(tensor)
 
+    def rounded(self) -> dict[str, Tensor]:
+        """The weights that the next version has."""
+        return {name: tensor.bfloat16() for name, tensor in self.state.items()}
+
     def saved(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.state.items()}
 

@@ -251,3 +251,33 @@ def test_asynchronous_publishing_takes_what_the_weights_were(trainer: Trainer) -
         assert_same_bits(weights, expected)
     assert reports == [0, 1, 2, 3, 4, 5]
     publisher.close()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+     torch.complex64],
+)  # fmt: skip
+def test_non_finite_values_are_found_in_every_dtype(dtype: torch.dtype) -> None:
+    weights = {"w": torch.ones(7).to(dtype)}
+    publisher = Publisher(MemoryStore(), weights)
+    publisher.publish()
+    bad = ["nan"] if dtype == torch.float8_e4m3fn else ["nan", "inf", "-inf"]
+    for value in bad:
+        changed = torch.ones(7)
+        changed[4] = float(value)
+        weights["w"] = changed.to(dtype)
+        with pytest.raises(NonFiniteError, match="position 4"):
+            publisher.publish()
+    weights["w"] = torch.full((7,), 2.0).to(dtype)
+    assert publisher.publish().num_changed == 7
+
+
+def test_non_finite_weights_can_be_allowed() -> None:
+    store = MemoryStore()
+    weights = {"w": torch.tensor([1.0, float("nan"), -float("inf")]).bfloat16()}
+    publisher = Publisher(store, weights, on_nonfinite="allow")
+    publisher.publish()
+    weights["w"][0] = float("inf")
+    publisher.publish()
+    assert_same_bits(Subscriber(store).params, weights)
