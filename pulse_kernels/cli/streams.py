@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ class _Lines:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self.at = ""  # how far it got, for who interrupts
         self._said = ""
 
     def version(self, data: dict[str, Any], text: str) -> None:
@@ -125,6 +127,37 @@ class _Retry:
 
     def reset(self) -> None:
         self._failures = 0
+
+
+def _run(
+    arguments: argparse.Namespace, loop: Callable[[argparse.Namespace, Store, _Lines, _Retry], int], *, create: bool
+) -> Result:
+    """Open the store and run ``loop`` until it ends or Ctrl-C does."""
+    lines = _Lines(arguments.json)
+    retry = _Retry(lines, arguments.interval)
+    store: Store | None = None
+    try:
+        store = _opened(arguments, retry, create)
+        return loop(arguments, store, lines, retry), None, ""
+    except KeyboardInterrupt:
+        lines.note(f"stopped; {lines.at}" if lines.at else "stopped")
+        return EXIT_INTERRUPTED, None, ""
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _opened(arguments: argparse.Namespace, retry: _Retry, create: bool) -> Store:
+    """The store. An address that cannot be used is a StoreError; a folder that nobody has made yet is waited for."""
+    from pulse_kernels.sync import open_store
+
+    while True:
+        try:
+            return open_store(arguments.store, create=create)
+        except StoreError as error:
+            if create or arguments.once or "://" in arguments.store or os.path.lexists(arguments.store):
+                raise
+            retry.pause(error)
 
 
 # ---- publish --------------------------------------------------------------------------------------------------------
@@ -157,58 +190,52 @@ class _CheckpointSource:
 
 
 def _publish(arguments: argparse.Namespace) -> Result:
-    lines = _Lines(arguments.json)
-    retry = _Retry(lines, arguments.interval)
+    return _run(arguments, _publish_loop, create=True)
+
+
+def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
     watch, source = Watch(arguments.dir, arguments.settle), _CheckpointSource()
     publisher: Publisher | None = None
     loaded: Found | None = None  # in memory, and perhaps not sent yet
-    try:
-        while True:
-            found = watch.look()
-            if found is not None:
-                try:
-                    if found != loaded:
-                        loaded = None
-                        source.load(found)
-                        loaded = found
-                    publisher = publisher or _publisher(arguments, source)
-                    _send(publisher, source, found, arguments.version_from_step, lines)
-                    watch.done(found)
-                    retry.reset()
-                except CheckpointError as error:  # another one is being written there
-                    if arguments.once and weights_state(found.path) == found.state:
-                        raise
-                    lines.note(str(error))
-                    time.sleep(max(arguments.interval, 0.1))
-                    continue
-                except StoreError as error:
-                    if arguments.once:
-                        raise
-                    retry.pause(error)
-                    continue
-            if found is not None and arguments.once:
-                return 0, None, ""
-            if found is None:
-                lines.note(watch.waiting)
-                if arguments.once and not watch.waiting.endswith("is being written"):
-                    raise CheckpointError(watch.waiting or f"{arguments.dir}: nothing to publish")
-            time.sleep(
-                min(arguments.interval, max(arguments.settle / 4, 0.05)) if watch.waiting else arguments.interval
-            )
-    except KeyboardInterrupt:
-        version = None if publisher is None else publisher.version
-        lines.note("stopped" if version is None else f"stopped; version {version} is the last one published")
-        return EXIT_INTERRUPTED, None, ""
-    finally:
-        if publisher is not None:
-            publisher.close()
+    while True:
+        found = watch.look()
+        if found is None:
+            lines.note(watch.waiting)
+            if arguments.once and not watch.waiting.endswith("is being written"):
+                raise CheckpointError(watch.waiting)
+            time.sleep(min(arguments.interval, max(arguments.settle / 4, 0.05)))
+            continue
+        try:
+            if found != loaded:
+                loaded = None
+                source.load(found)
+                loaded = found
+            publisher = publisher or _publisher(arguments, store, source)
+            _send(publisher, source, found, arguments.version_from_step, lines)
+        except CheckpointError as error:  # another one is being written there
+            if arguments.once and weights_state(found.path) == found.state:
+                raise
+            lines.note(str(error))
+            time.sleep(max(arguments.interval, 0.1))
+            continue
+        except StoreError as error:
+            if arguments.once:
+                raise
+            retry.pause(error)
+            continue
+        watch.done(found)
+        retry.reset()
+        lines.at = f"version {publisher.version} is the last one published"
+        if arguments.once:
+            return 0
+        time.sleep(arguments.interval)
 
 
-def _publisher(arguments: argparse.Namespace, source: _CheckpointSource) -> Publisher:
+def _publisher(arguments: argparse.Namespace, store: Store, source: _CheckpointSource) -> Publisher:
     from pulse_kernels.sync import Publisher
 
     return Publisher(
-        arguments.store,
+        store,
         source.params,
         anchor_every=arguments.anchor_every,
         profile=arguments.profile,
@@ -260,71 +287,61 @@ def _publish_line(report: PublishReport, path: Path) -> str:
 
 
 def _follow(arguments: argparse.Namespace) -> Result:
-    lines = _Lines(arguments.json)
-    retry = _Retry(lines, arguments.interval)
+    return _run(arguments, _follow_loop, create=False)
+
+
+def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
     subscriber: Subscriber | None = None
-    saved: int | None = None
+    saved: int | None = None  # the version that DIR is at
     code = 0
-    try:
-        while True:
-            try:
-                if subscriber is None and (subscriber := _subscriber(arguments, lines)) is not None:
-                    saved = subscriber.version
-                if subscriber is not None:
-                    started = time.perf_counter()
-                    report = subscriber.poll()
-                    if subscriber.version is not None and subscriber.version != saved:
-                        before, saved = saved, _keep(subscriber, Path(arguments.dir), lines)
-                        data = {
-                            "report": "follow",
-                            "version": saved,
-                            "from_version": before,
-                            "digest": subscriber.digest,
-                            "num_changed": None if report is None else report.num_changed,
-                            "seconds": {} if report is None else report.seconds,
-                            "total_seconds": time.perf_counter() - started,
-                        }
-                        lines.version(data, _follow_line(data, arguments.dir))
-                        code = _run_after(arguments, saved, lines)
-                retry.reset()
-            except StoreError as error:
-                if arguments.once:
-                    raise
-                retry.pause(error)
-                continue
+    while True:
+        try:
+            if subscriber is None and (subscriber := _subscriber(arguments, store, lines)) is not None:
+                saved = subscriber.version
+            if subscriber is not None:
+                started = time.perf_counter()
+                report = subscriber.poll()
+                if subscriber.version is not None and subscriber.version != saved:
+                    before, saved = saved, _keep(subscriber, Path(arguments.dir), lines)
+                    data = {
+                        "report": "follow",
+                        "version": saved,
+                        "from_version": before,
+                        "digest": subscriber.digest,
+                        "num_changed": None if report is None else report.num_changed,
+                        "seconds": {} if report is None else report.seconds,
+                        "total_seconds": time.perf_counter() - started,
+                    }
+                    lines.version(data, _follow_line(data, arguments.dir))
+                    lines.at = f"{arguments.dir} is at version {saved}"
+                    code = _run_after(arguments, saved, lines)
+            retry.reset()
+        except StoreError as error:
             if arguments.once:
-                if subscriber is None:
-                    raise PulseError(f"{arguments.store} has no version yet; publish one first")
-                return code, None, ""
-            time.sleep(arguments.interval)
-    except KeyboardInterrupt:
-        lines.note("stopped" if saved is None else f"stopped; {arguments.dir} is at version {saved}")
-        return EXIT_INTERRUPTED, None, ""
-    finally:
-        if subscriber is not None:
-            subscriber.close()
+                raise
+            retry.pause(error)
+            continue
+        if arguments.once:
+            if subscriber is None:
+                raise PulseError(f"{arguments.store} has no version yet; publish one first")
+            return code
+        time.sleep(arguments.interval)
 
 
-def _subscriber(arguments: argparse.Namespace, lines: _Lines) -> Subscriber | None:
+def _subscriber(arguments: argparse.Namespace, store: Store, lines: _Lines) -> Subscriber | None:
     """The subscriber whose weights are DIR's, or the newest version's; None while there is neither."""
-    from pulse_kernels.sync import Chain, Subscriber, open_store
+    from pulse_kernels.sync import Chain, Subscriber
     from pulse_kernels.sync.persist import StateFolder
     from pulse_kernels.sync.signing import trusted_keys
 
     trust = None if arguments.trust is None else trusted_keys(arguments.trust)
     occupied = StateFolder(arguments.dir).occupied()
-    store: Store = open_store(arguments.store, create=False)
-    try:
-        if not occupied and Chain(store, trust=trust).newest() is None:
-            lines.note(f"{store.describe()} has no version yet; waiting for the first")
-            store.close()
-            return None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            subscriber = Subscriber(store, None, verify=arguments.verify, trust=trust, state_dir=arguments.dir)
-    except BaseException:
-        store.close()
-        raise
+    if not occupied and Chain(store, trust=trust).newest() is None:
+        lines.note(f"{store.describe()} has no version yet; waiting for the first")
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        subscriber = Subscriber(store, None, verify=arguments.verify, trust=trust, state_dir=arguments.dir)
     for warning in caught:
         lines.note(str(warning.message))
     return subscriber

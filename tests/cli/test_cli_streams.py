@@ -182,10 +182,13 @@ def test_a_command_runs_after_each_version(tmp_path: Path, capsys: pytest.Captur
 
 def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training()
-    code, lines, err = run(capsys, "publish", tmp_path / "absent", tmp_path / "store")
+    code, lines, err = run(capsys, "publish", tmp_path / "absent", tmp_path / "unused")
     assert (code, lines[0]["error"]["type"]) == (3, "CheckpointError")
     assert "No such file" in err
     live = training.save(tmp_path / "live")
+    for store in ("none://such", tmp_path / "store"):  # the folder is not there
+        assert run(capsys, "follow", store, tmp_path / "copy")[0] == 3
+    assert main(["follow", "none://such", str(tmp_path / "copy")]) == 3  # which no waiting mends
     (tmp_path / "store").mkdir()
     code, _, err = run(capsys, "follow", tmp_path / "store", tmp_path / "copy")
     assert code == 3
@@ -303,9 +306,10 @@ def test_two_processes_and_a_killed_follower(tmp_path: Path) -> None:
 
 def test_a_follower_waits_for_the_first_version(tmp_path: Path) -> None:
     training, store, copy, got = Training(), tmp_path / "store", tmp_path / "copy", tmp_path / "follow.log"
-    store.mkdir()
     with process(got, "follow", store, copy) as follower:
         err = got.with_suffix(".err")
+        eventually(lambda: "trying again" in err.read_text(), got)
+        store.mkdir()
         eventually(lambda: "waiting for the first" in err.read_text(), got)
         live = training.save(tmp_path / "live")
         assert main(["publish", str(live), str(store), "--once", *FAST]) == 0
