@@ -5,7 +5,8 @@ subscriber.py  the rollout's end           receiver.py   weights, and the step t
 chain.py       versions in a store         manifest.py   what commits a version; signing.py its signature
 anchor.py      whole states                merge.py      parts of several ranks
 persist.py     a subscriber's state on disk  aux_files.py  config, tokenizer: what goes with anchors
-store.py       object stores               reports.py    what each step tells
+bounds.py      what a version may have      reports.py    what each step tells
+store.py       object stores
 """
 
 from pulse_kernels.sync.chain import Chain
