@@ -6,6 +6,7 @@ chain.py       versions in a store         manifest.py   what commits a version;
 anchor.py      whole states                merge.py      parts of several ranks
 persist.py     a subscriber's state on disk  aux_files.py  config, tokenizer: what goes with anchors
 store.py       object stores               reports.py    what each step tells
+bounds.py      what a version may have     estimate.py   sizes and times before a run
 group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
 sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py
 collectives.py bytes over torch.distributed
