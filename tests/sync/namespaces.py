@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -70,13 +71,14 @@ class TwoHosts:
 
 def end(process: subprocess.Popen[Any]) -> None:
     """End a command, whatever it started in its process group, and its pipes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):  # the group lives on while any of it does
+    for number, seconds in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
+        if not group(process.pid):
+            break
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
-            if not group_alive(process.pid):
-                break
+        limit = time.monotonic() + seconds
+        while group(process.pid) and time.monotonic() < limit:
+            time.sleep(0.01)
     process.wait(timeout=10)
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
@@ -84,17 +86,23 @@ def end(process: subprocess.Popen[Any]) -> None:
                 pipe.close()
 
 
-def group_alive(group: int) -> bool:
+def running(pid: int) -> int | None:
+    """The process group of a process, None where it has ended, also where its parent has not asked for it yet."""
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        state, _, process_group = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(process_group)
+
+
+def group(number: int) -> list[int]:
+    """The running processes of a process group."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if running(int(path.name)) == number]
 
 
 @contextlib.contextmanager
 def two_hosts(rate_mbit: int = 100) -> Iterator[TwoHosts]:
-    """Both hosts, ready; all that was started in them is ended on leaving. NotPermittedError says why there are none."""
+    """Both hosts, ready; what was started in them is ended on leaving. NotPermittedError says why there are none."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise NotPermittedError(f"no {', '.join(missing)} here (packages util-linux and iproute2)")
