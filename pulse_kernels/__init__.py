@@ -1,7 +1,19 @@
 """Fused kernels for lossless sparse weight synchronisation in RL post-training (PULSE, arXiv 2602.03839)."""
 
 from pulse_kernels import codec as _codec  # noqa: F401  # installs itself behind Patch.to_bytes and its kin
-from pulse_kernels.errors import BaseMismatchError, CheckpointError, PatchFormatError, PulseError, VerificationError
+from pulse_kernels.errors import (
+    BaseMismatchError,
+    ChainError,
+    CheckpointError,
+    ConflictError,
+    GroupError,
+    NonFiniteError,
+    PatchFormatError,
+    PulseError,
+    StoreError,
+    TrustError,
+    VerificationError,
+)
 from pulse_kernels.ops import (
     apply_packed_patch_,
     apply_packed_patch_many_,
@@ -39,12 +51,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BaseMismatchError",
+    "ChainError",
     "CheckpointError",
+    "ConflictError",
+    "GroupError",
+    "NonFiniteError",
     "Patch",
     "PatchFormatError",
     "PulseError",
     "StateDigest",
+    "StoreError",
     "TensorPatch",
+    "TrustError",
     "VerificationError",
     "apply_packed_patch_",
     "apply_packed_patch_many_",

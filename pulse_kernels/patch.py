@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pulse_kernels import checks, ops, transfer
+from pulse_kernels import checks, ops, patch_fold, transfer
 from pulse_kernels.backends import for_device, reference
 from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
-from pulse_kernels.state import Params, StateDigest, named_tensors, on_host, tensor_key
+from pulse_kernels.state import Params, StateDigest, named_tensors, on_host, tensor_key, unsigned
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,7 @@ class Codec(Protocol):
         base: Mapping[str, Tensor] | None,
         current_digest: str | None,
         max_decoded_bytes: int | None,
+        pending: Patch | None,
     ) -> Patch: ...
 
     def peek(self, buffer: Any) -> Any: ...
@@ -106,6 +107,9 @@ class Patch:
     base_digest: str = ""
     digest: str = ""
     layout: dict[str, Any] | None = None
+    # By name the lanes, mod 2^64, by which each of ``tensors`` moves the digest (``StateDigest.add_lanes``), for
+    # who keeps a digest a tensor. Empty where unknown.
+    digest_changes: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
     # By name what ``gate`` has sent to the host for the codec, which uses it while it is what ``tensors`` holds.
     sent: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -147,7 +151,7 @@ class Patch:
         known = base_digest is not None
         kept = _diff_by_device(common, before, after, digest_before=not known)
         state = StateDigest() if base_digest is None else StateDigest.fromhex(base_digest)
-        change, tensors = StateDigest(), {}
+        change, tensors, moved = StateDigest(), {}, {}
         all_lanes = on_host([row[3] for row in kept])
         for name, (index, value, overwritten, _), lanes in zip(common, kept, all_lanes, strict=True):
             like = after[name]
@@ -156,7 +160,8 @@ class Patch:
                 state.add_lanes(lanes[:2])
             if index.numel():
                 tensors[name] = TensorPatch(name, tuple(like.shape), like.dtype, index, value, overwritten)
-                change.add_lanes(lanes[2:])
+                moved[name] = unsigned(lanes[2:])
+                change.add_lanes(moved[name])
         gone = StateDigest.of({name: before[name] for name in before if name not in after or name in replaced})
         if not known:
             state.merge(gone)
@@ -166,7 +171,9 @@ class Patch:
         added = {name: checks.copied(after[name]) for name in after if name not in before or name in replaced}
         removed = tuple(name for name in before if name not in after)
         state.merge(StateDigest.of(added))
-        return cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
+        patch = cls(base_version, version, tensors, added, removed, base_digest, state.hexdigest())
+        patch.digest_changes = moved
+        return patch
 
     @classmethod
     def gate(
@@ -180,6 +187,7 @@ class Patch:
         base_digest: str | None = None,
         profile: str | None = "balanced",
         group_bytes: int = 1 << 30,
+        undo: bool = True,
     ) -> Patch:
         """The patch that turns ``weights`` into ``masters`` rounded to their dtype: ``gate_compact_many`` of a model,
         whose cast it replaces. The same patch as ``diff(weights before, weights after)``.
@@ -193,6 +201,7 @@ class Patch:
 
         Raises TypeError (dtypes), ValueError (names, shapes, devices, weights that share memory but not their master)
         before anything is written; on any later error, as for want of memory, the weights are as they were.
+        ``undo=False`` writes in the pass that compares, which is faster: after such an error some weights are new.
         """
         sources, targets = named_tensors(masters), named_tensors(weights)
         _check_gate(sources, targets, update)
@@ -205,16 +214,19 @@ class Patch:
         base_digest = state.hexdigest()
         found: dict[str, TensorPatch] = {}
         sent: dict[str, Any] = {}
-        undo: list[tuple[list[str], Sequence[list[Tensor]]]] = []
+        log: list[tuple[list[str], Sequence[list[Tensor]]]] = []
         try:
             for group in _gate_groups(
                 [name for name in targets if leaders[name] == name], sources, targets, group_bytes
             ):
                 columns = ops.gate_compact_many(
-                    [sources[name] for name in group], [targets[name] for name in group], return_old=True
+                    [sources[name] for name in group],
+                    [targets[name] for name in group],
+                    update=update and not undo,
+                    return_old=True,
                 )
-                if update:  # apart from the gate: an interrupt may come before its result is ours
-                    undo.append((group, columns))
+                if update and undo:  # apart from the gate: an interrupt may come before its result is ours
+                    log.append((group, columns))
                     ops.apply_patch_many_([targets[name] for name in group], *columns[:2], check=False)
                 made = {
                     name: TensorPatch(name, tuple(targets[name].shape), targets[name].dtype, *row)
@@ -226,14 +238,64 @@ class Patch:
                     away = {name: item for name, item in made.items() if transfer.is_away(item.values)}
                     sent.update(zip(away, _installed_codec().send(list(away.values()), profile), strict=True))
             tensors = {name: _renamed(found[leader], name) for name, leader in leaders.items() if leader in found}
-            _add_changes(state, tensors)
+            moved = _add_changes(state, tensors)
         except BaseException:
-            for group, (indices, _, old_values) in undo:
+            for group, (indices, _, old_values) in log:
                 ops.apply_patch_many_([targets[name] for name in group], indices, old_values, check=False)
             raise
         patch = cls(base_version, version, tensors, base_digest=base_digest, digest=state.hexdigest())
-        patch.sent = sent
+        patch.digest_changes, patch.sent = moved, sent
         return patch
+
+    @classmethod
+    def fold(cls, patches: Sequence[Patch]) -> Patch:
+        """Consecutive patches, in order, as one that does what applying them one by one does: the last writer wins.
+
+        What is known of old values is kept where all patches that change a tensor know theirs; elements that have their
+        old bits again are then left out. Layout and target are the last patch's. Memory may be shared with the patches.
+        A tensor that is added first and removed later is taken to be new, not a replaced one of the base's: one patch
+        cannot tell them apart, and applying the result to the other finds it by the digest.
+
+        Raises BaseMismatchError (versions, digests, shapes or dtypes that do not follow each other), IndexError
+        (positions out of order or range), ValueError (no patches, or a tensor that comes and goes where no digest would
+        tell).
+        """
+        patches = list(patches)
+        if not patches:
+            raise ValueError("Patch.fold: no patches; pass at least one")
+        patch_fold.check_chain(patches)
+        fates = patch_fold.fates(patches)
+        for patch in patches:
+            check_order(patch.tensors)
+        tensors: dict[str, TensorPatch] = {}
+        added: dict[str, Tensor] = {}
+        removed: list[str] = []
+        for name, fate in fates.items():
+            if fate.added is not None:
+                added[name] = patch_fold.changed(fate.added, fate.changes)
+            elif fate.removed and fate.in_base:
+                removed.append(name)
+            elif fate.removed:
+                if not (patches[0].base_digest and patches[-1].digest):
+                    raise ValueError(
+                        f"Patch.fold: {name!r} is added and then removed, whether the base has one cannot be told, and "
+                        "the patches have no digests that would; apply them one by one"
+                    )
+            else:
+                like = fate.changes[-1]
+                folded = patch_fold.fold_changes(fate.changes, math.prod(like.shape))
+                if folded[0].numel():
+                    tensors[name] = TensorPatch(name, like.shape, like.dtype, *folded)
+        first, last = patches[0], patches[-1]
+        result = cls(
+            *(first.base_version, last.version, tensors, added, tuple(removed)),
+            *(first.base_digest, last.digest, last.layout),
+        )
+        if all(patch.digest_changes.keys() >= patch.tensors.keys() for patch in patches):
+            for name in tensors:
+                lanes = [patch.digest_changes[name] for patch in patches if name in patch.tensors]
+                result.digest_changes[name] = unsigned(map(sum, zip(*lanes, strict=True)))
+        return result
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
@@ -270,17 +332,21 @@ class Patch:
         *,
         current_digest: str | None = None,
         max_decoded_bytes: int | None = None,
+        pending: Patch | None = None,
     ) -> Patch:
         """Read a patch, trusting nothing.
 
         buffer: bytes-like. base: the old tensors, needed where values are coded against them; they are checked to be
         the patch's base first, by ``current_digest`` where the caller keeps one, else by a pass over them.
         max_decoded_bytes: refuse a patch that would take more memory; by default it follows from the base, or from
-        the buffer's size. Raises PatchFormatError (no patch, damaged, oversized), BaseMismatchError (another base),
-        ValueError (base needed).
+        the buffer's size. pending: a patch from ``base`` to the state this one follows, imagined on top of ``base``,
+        which is only read: so the next patches are decoded while the weights stay (``Patch.fold`` joins several).
+        ``current_digest`` remains that of ``base``. Raises PatchFormatError (no patch, damaged, oversized),
+        BaseMismatchError (another base), ValueError (base needed, or a pending patch without a digest), IndexError (a
+        pending patch with positions out of order or range).
         """
         named = None if base is None else named_tensors(base)
-        return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes)
+        return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes, pending)
 
     @staticmethod
     def peek(buffer: Any) -> Any:
@@ -299,11 +365,14 @@ class Patch:
         *,
         current_digest: str | None = None,
         max_decoded_bytes: int | None = None,
+        pending: Patch | None = None,
     ) -> Patch:
         """``from_bytes`` of a file."""
         buffer = _installed_codec().read_file(path)
         with naming(path):
-            return cls.from_bytes(buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes)
+            return cls.from_bytes(
+                buffer, base, current_digest=current_digest, max_decoded_bytes=max_decoded_bytes, pending=pending
+            )
 
     # ---- applying one ---------------------------------------------------------------------------------------------
 
@@ -316,6 +385,22 @@ class Patch:
         another digest), IndexError (positions out of order or range), VerificationError (the result is not what the
         patch's digest says), ValueError (tied weights that the patch would set differently).
         """
+        return self._write(weights, current_digest, verify, undo=False)[0]
+
+    def exchange_(self, weights: Params, *, current_digest: str | None = None, verify: bool = True) -> Patch:
+        """``apply_``, but returns the patch that takes it back: applied to ``weights`` it restores every bit.
+
+        Its versions and digests are this patch's, swapped ("" where ``verify=False`` leaves them unknown), its old
+        values this one's values; its tensors lie where the weights do, and may share memory with this patch's. It has
+        copies of the tensors that were removed or replaced. Raises what ``apply_`` raises, as well before anything is
+        changed.
+        """
+        back = self._write(weights, current_digest, verify, undo=True)[1]
+        assert back is not None
+        return back
+
+    def _write(self, weights: Params, current_digest: str | None, verify: bool, undo: bool) -> tuple[str, Patch | None]:
+        """(digest of the result, the patch that takes it back if ``undo``)."""
         named = named_tensors(weights)
         _check_can_resize(self, weights)
         for name in (*self.tensors, *self.removed):
@@ -323,20 +408,22 @@ class Patch:
                 raise BaseMismatchError(f"the patch changes {name!r}, which the weights lack; expected its base")
         for name, tensor_patch in self.tensors.items():
             _check_fits(tensor_patch, named[name])
-        _check_order(self.tensors)
+        check_order(self.tensors)
         state = self._check_base(named, current_digest, verify)
+        before = self.base_digest if state is None else state.hexdigest()
         changed = {name: item for name, item in self.tensors.items() if item.num_changed}
         changed = _apart(changed, list(named.values()))
         gone = [*self.removed, *(name for name in self.added if name in named)]
         leaders = _tied_leaders({name: named[name] for name in named if name not in set(gone)}, changed)
+        # Before anything is written: what goes may share memory with what changes.
         if state is not None:
-            # Before anything is written: what goes may share memory with what changes.
             for name in gone:
                 state.remove_tensor(name, named[name])
             for name, tensor in self.added.items():
                 state.add_tensor(name, tensor)
+        departed = {name: checks.copied(named[name]) for name in gone} if undo else {}
         arrivals = self._arrivals(named)
-        undo: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        log: dict[str, _Written] = {}
         try:
             for names in _at_once(named, changed, dict.fromkeys(leaders.values())):
                 columns = zip(
@@ -345,31 +432,41 @@ class Patch:
                 ours, where, new = (list(column) for column in columns)
                 replaced = for_device(ours[0].device.type).gather_many(ours, where)
                 # Logged before it is written: an interrupt may come before a writing call's result is ours.
-                undo.update(zip(names, zip(ours, where, replaced, strict=True), strict=True))
+                log.update(zip(names, map(_Written, ours, where, replaced, new), strict=True))
                 ops.apply_patch_many_(ours, where, new, check=False)
-            result = self.digest
+            written = {name: log[leaders[name]] for name in changed}
+            result, moved = self.digest, {}
             if state is not None:
-                rows = []
-                for name, item in changed.items():
-                    weight, index, overwritten = undo[leaders[name]]
-                    key = tensor_key(name, weight.dtype, weight.shape)
-                    rows.append((key, index, overwritten, item.values.to(weight.device)))
-                state.add_changes(rows)
+                rows = [
+                    (tensor_key(name, row.weight.dtype, row.weight.shape), row.indices, row.old_values, row.values)
+                    for name, row in written.items()
+                ]
+                moved = dict(zip(written, state.add_changes(rows), strict=True))
                 result = state.hexdigest()
                 if self.digest and result != self.digest:
                     raise VerificationError(
                         f"after the patch the weights have digest {result}, expected {self.digest}; they were rolled "
                         "back. The patch or the weights were damaged in memory: load both again"
                     )
+            back = None
+            if undo:
+                back = Patch(
+                    *(self.version, self.base_version),
+                    {name: row.taken_back(name) for name, row in written.items()},
+                    departed,
+                    tuple(name for name in self.added if name not in named),
+                    *(result, before),
+                )
+                back.digest_changes = {name: unsigned((-lanes[0], -lanes[1])) for name, lanes in moved.items()}
             if isinstance(weights, MutableMapping):
                 for name, tensor in arrivals.items():
                     weights[name] = tensor
                 for name in self.removed:
                     del weights[name]
-            return result
+            return result, back
         except BaseException:
-            for weight, indices, old in undo.values():
-                ops.apply_patch_(weight, indices, old, check=False)
+            for row in log.values():
+                ops.apply_patch_(row.weight, row.indices, row.old_values, check=False)
             if isinstance(weights, MutableMapping):
                 _restore_entries(weights, named, (*self.removed, *self.added))
             raise
@@ -392,6 +489,20 @@ class Patch:
             name: checks.copied(tensor).to(named[name].device if name in named else _only_device(named, tensor))
             for name, tensor in self.added.items()
         }
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """An entry of the undo log: what is written to a weight, and what that overwrites; all on its device."""
+
+    weight: Tensor
+    indices: Tensor
+    old_values: Tensor
+    values: Tensor
+
+    def taken_back(self, name: str) -> TensorPatch:
+        weight = self.weight
+        return TensorPatch(name, tuple(weight.shape), weight.dtype, self.indices, self.old_values, self.values)
 
 
 def _at_once(
@@ -537,13 +648,14 @@ def _renamed(item: TensorPatch, name: str) -> TensorPatch:
     return item if item.name == name else replace(item, name=name)
 
 
-def _add_changes(state: StateDigest, tensors: Mapping[str, TensorPatch]) -> None:
-    """Count in what the patches change, whose indices are in order and whose old values are known."""
+def _add_changes(state: StateDigest, tensors: Mapping[str, TensorPatch]) -> dict[str, tuple[int, int]]:
+    """Count in what the patches change, whose indices are in order and whose old values are known; returns by how much
+    each moved the digest."""
     rows = []
     for item in tensors.values():
         assert item.old_values is not None
         rows.append((tensor_key(item.name, item.dtype, item.shape), item.indices, item.old_values, item.values))
-    state.add_changes(rows)
+    return dict(zip(tensors, state.add_changes(rows), strict=True))
 
 
 def _check_can_resize(patch: Patch, weights: Params) -> None:
@@ -565,7 +677,7 @@ def _check_fits(tensor_patch: TensorPatch, weight: Tensor) -> None:
     checks.writable(f"patch of {name!r}", "weight", weight)
 
 
-def _check_order(tensors: Mapping[str, TensorPatch]) -> None:
+def check_order(tensors: Mapping[str, TensorPatch]) -> None:
     """IndexError where positions are out of order or range; one call and one synchronisation a device."""
     found: dict[str, int] = {}
     for device in dict.fromkeys(item.indices.device for item in tensors.values()):

@@ -71,6 +71,12 @@ def on_host(tensors: Sequence[Tensor]) -> list[list[int]]:
     return results
 
 
+def unsigned(lanes: Iterable[int]) -> tuple[int, int]:
+    """Two lanes, or what they moved by, mod 2^64."""
+    first, second = lanes
+    return first & _MASK64, second & _MASK64
+
+
 def _presence(key: int) -> tuple[int, int]:
     """What a tensor adds to both lanes by being there, so that one of zeros counts as well."""
     return _mix64(key), _mix64(~key)
@@ -88,13 +94,28 @@ class StateDigest:
     @classmethod
     def of(cls, params: Params) -> StateDigest:
         """The digest of all tensors of ``params``; one pass over them."""
-        digest = cls()
+        return cls.sum(cls.of_each(params).values())
+
+    @classmethod
+    def of_each(cls, params: Params) -> dict[str, StateDigest]:
+        """What each tensor of ``params`` adds to their digest, by name; one pass over them."""
         named = named_tensors(params)
         keys = [tensor_key(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
-        for key, lanes in zip(keys, on_host(ops.digest_many(list(named.values()), keys)), strict=True):
+        each = {}
+        rows = zip(named, keys, on_host(ops.digest_many(list(named.values()), keys)), strict=True)
+        for name, key, lanes in rows:
+            each[name] = digest = cls()
             digest._shift(_presence(key))
             digest._shift(lanes)
-        return digest
+        return each
+
+    @classmethod
+    def sum(cls, digests: Iterable[StateDigest]) -> StateDigest:
+        """The digest of all that ``digests`` count."""
+        total = cls()
+        for digest in digests:
+            total.merge(digest)
+        return total
 
     @classmethod
     def fromhex(cls, text: str) -> StateDigest:
@@ -111,7 +132,7 @@ class StateDigest:
 
     def _shift(self, lanes: Iterable[int], sign: int = 1) -> None:
         first, second = lanes
-        self._lanes = ((self._lanes[0] + sign * first) & _MASK64, (self._lanes[1] + sign * second) & _MASK64)
+        self._lanes = unsigned((self._lanes[0] + sign * first, self._lanes[1] + sign * second))
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Count a tensor in."""
@@ -150,16 +171,18 @@ class StateDigest:
         key = tensor_key(name, like.dtype, like.shape)
         self._shift(ops.digest_update(zero, indices, old, new, key).tolist())
 
-    def add_changes(self, rows: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> None:
+    def add_changes(self, rows: Sequence[tuple[int, Tensor, Tensor, Tensor]]) -> list[tuple[int, int]]:
         """``update`` of many tensors, each as (tensor_key, indices in order, old, new): one call and one
-        synchronisation a device."""
-        for device in dict.fromkeys(indices.device for _, indices, _, _ in rows):
-            here = [row for row in rows if row[1].device == device]
-            keys, *columns = ([row[k] for row in here] for k in range(4))
+        synchronisation a device. Returns the lanes, mod 2^64, by which each row moved the digest."""
+        moved: list[tuple[int, int]] = [(0, 0)] * len(rows)
+        for device, here in checks.rows_by_device(indices for _, indices, _, _ in rows).items():
+            keys, *columns = ([rows[k][column] for k in here] for column in range(4))
             zero = torch.zeros(2, dtype=torch.int64, device=device)
             update = for_device(device.type).digest_update_many
-            for lanes in on_host(update([zero] * len(here), *columns, keys)):
+            for k, lanes in zip(here, on_host(update([zero] * len(here), *columns, keys)), strict=True):
+                moved[k] = unsigned(lanes)
                 self._shift(lanes)
+        return moved
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateDigest) and self._lanes == other._lanes

@@ -22,6 +22,12 @@ from .validate import UNFINISHED_FILE, check_file_name, check_file_set, check_js
 
 _MAX_INDEX_BYTES = 200_000_000
 
+# Weights in other formats, and pickled trainer state, which belongs to the step the folder was saved at.
+_NOT_AUXILIARY = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".msgpack",
+    ".msgpack.index.json", ".h5", ".h5.index.json", ".gguf", ".onnx", ".onnx_data", ".tflite", ".npz", ".distcp",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -77,6 +83,29 @@ def find_weights(folder: Path) -> Weights:
     return Weights("loose", tuple(loose))
 
 
+def auxiliary_files(folder: Path) -> list[str]:
+    """Every file that is no weights (config, tokenizer, ...), as sorted relative paths with `/`.
+
+    Sub-folders are included, linked ones are not entered. Left out: hidden files and folders, weights and indexes in
+    any format (`*.safetensors`, `*.bin`, `*.pt`, `*.gguf`, ...), and pickled trainer state, which has the same
+    endings: all of these belong to other weights than the ones a patch makes.
+    """
+    found: list[str] = []
+    with os_errors("list the folder", folder):
+        for parent, subfolders, names in os.walk(folder, onerror=_raise):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            for name in names:
+                file = Path(parent, name)
+                if is_auxiliary(name) and file.is_file():
+                    found.append(file.relative_to(folder).as_posix())
+    return sorted(found)
+
+
+def is_auxiliary(name: str) -> bool:
+    """Whether a file of this name is no weights, trainer state or hidden file."""
+    return not name.startswith(".") and not name.endswith(_NOT_AUXILIARY)
+
+
 def file_state(status: os.stat_result) -> tuple[int, ...]:
     """Another one whenever the file was replaced or written."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -115,3 +144,7 @@ def _read_index(path: Path) -> Weights:
     if UNFINISHED_FILE not in files:
         check_file_set(files, has_index=True, where=where)
     return Weights("index", tuple(files), metadata, weight_map)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -24,18 +24,12 @@ from safetensors import SafetensorError, safe_open
 from pulse_kernels.errors import CheckpointError
 
 from .files import os_errors
-from .folder import Weights, file_state, find_weights, identity
+from .folder import Weights, auxiliary_files, file_state, find_weights, identity
 from .layout import SINGLE_FILE, FileLayout, Layout, TensorInfo, TensorSpec, without_marker
 from .validate import UNFINISHED_FILE, check_file_name, check_spec, parse_json, show
 
 _OPEN_ATTEMPTS = 5
 _READ_BYTES = 1 << 30  # one call reads less than 2 GiB everywhere
-
-# Weights in other formats, and pickled trainer state, which belongs to the step the folder was saved at.
-_NOT_AUXILIARY = (
-    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".msgpack",
-    ".msgpack.index.json", ".h5", ".h5.index.json", ".gguf", ".onnx", ".onnx_data", ".tflite", ".npz", ".distcp",
-)  # fmt: skip
 
 
 @dataclass
@@ -205,23 +199,8 @@ class Checkpoint:
         return out
 
     def aux_files(self) -> list[str]:
-        """Every other file of the folder (config, tokenizer, ...), as sorted relative paths with `/`.
-
-        Sub-folders are included, linked ones are not entered. Left out: hidden files and folders, weights and
-        indexes in any format (`*.safetensors`, `*.bin`, `*.pt`, `*.gguf`, ...), and pickled trainer state, which has
-        the same endings: all of these belong to other weights than the ones a patch makes. A file has none.
-        """
-        if not self.is_folder:
-            return []
-        found: list[str] = []
-        with os_errors("list the folder", self.path):
-            for folder, subfolders, names in os.walk(self.path, onerror=_raise):
-                subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-                for name in names:
-                    file = Path(folder, name)
-                    if not name.startswith(".") and not name.endswith(_NOT_AUXILIARY) and file.is_file():
-                        found.append(file.relative_to(self.path).as_posix())
-        return sorted(found)
+        """Every other file of the folder (config, tokenizer, ...), see `auxiliary_files`. A file has none."""
+        return auxiliary_files(self.path) if self.is_folder else []
 
     def is_current(self) -> bool:
         """Whether the files at the path are still those that were opened, unwritten since."""
@@ -354,7 +333,3 @@ def _why_unreadable(path: Path, descriptor: int, file_bytes: int, error: Excepti
     except (OSError, CheckpointError, AttributeError, KeyError, IndexError, TypeError, struct.error):
         pass
     return f"{path}: not a readable safetensors file ({error}); restore it"
-
-
-def _raise(error: OSError) -> None:
-    raise error

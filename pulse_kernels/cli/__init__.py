@@ -3,7 +3,8 @@
 Exit codes: 0 success; 1 the answer is no (verify found a difference, the demo did not improve); 2 wrong usage;
 also a PULSE_BACKEND that is not there; 3 an input cannot be read or an output not written; 4 the patch belongs to
 another base; 5 a result did not have the digest it must have; 6 PyTorch or a device failed; 130 interrupted. After 2 to
-6 and 130 nothing was changed.
+6 and 130 nothing was changed. publish and follow run until Ctrl-C, which is 130, too: what they finished stays, and
+what they were at was done whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ EXIT_DIGEST = 5
 EXIT_FAILED = 6
 EXIT_INTERRUPTED = 130
 
-Command = Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]]  # exit code, --json object, text
+# exit code, --json object, text; no object: the command printed what there was to print itself
+Command = Callable[[argparse.Namespace], tuple[int, dict[str, Any] | None, str]]
 
 
 def _parser() -> argparse.ArgumentParser:
     from pulse_kernels import __version__
-    from pulse_kernels.cli import checkpoints, diagnose
+    from pulse_kernels.cli import checkpoints, diagnose, streams
 
     parser = argparse.ArgumentParser(
         prog="pulse-kernels",
@@ -42,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pulse-kernels {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checkpoints.add_commands(commands)
+    streams.add_commands(commands)
     diagnose.add_commands(commands)
     return parser
 
@@ -50,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
     as_json = bool(arguments.json)
+    indent = None if arguments.json_lines else 1
     run: Command = arguments.run
     from pulse_kernels.backends import asked_for
 
@@ -57,34 +61,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked_for()  # also where the command computes nothing
         code, data, text = run(arguments)
     except KeyboardInterrupt:
-        return _fail(EXIT_INTERRUPTED, "KeyboardInterrupt", "interrupted; nothing was changed", as_json)
+        return _fail(EXIT_INTERRUPTED, "KeyboardInterrupt", "interrupted; nothing was changed", as_json, indent)
     except BaseMismatchError as error:
-        return _fail(EXIT_BASE, type(error).__name__, str(error), as_json)
+        return _fail(EXIT_BASE, type(error).__name__, str(error), as_json, indent)
     except VerificationError as error:
-        return _fail(EXIT_DIGEST, type(error).__name__, str(error), as_json)
+        return _fail(EXIT_DIGEST, type(error).__name__, str(error), as_json, indent)
     except BackEndError as error:
-        return _fail(EXIT_USAGE, type(error).__name__, str(error), as_json)
+        return _fail(EXIT_USAGE, type(error).__name__, str(error), as_json, indent)
     except (PulseError, ValueError, TypeError, OSError, MemoryError) as error:
         if os.environ.get("PULSE_DEBUG"):
             raise
-        return _fail(EXIT_INPUT, type(error).__name__, str(error) or "out of memory", as_json)
+        return _fail(EXIT_INPUT, type(error).__name__, str(error) or "out of memory", as_json, indent)
     except RuntimeError as error:
         if os.environ.get("PULSE_DEBUG"):
             raise
         # PyTorch's messages may have its C++ frames behind the first line.
         message = next(filter(None, map(str.strip, str(error).splitlines())), "no message")
         kind = type(error).__name__
-        return _fail(EXIT_FAILED, kind, f"{kind}: {message} (PULSE_DEBUG=1 shows where)", as_json)
+        return _fail(EXIT_FAILED, kind, f"{kind}: {message} (PULSE_DEBUG=1 shows where)", as_json, indent)
     try:
-        print(json.dumps(data, indent=1) if as_json else text, flush=True)
+        if data is not None:
+            print(json.dumps(data, indent=indent) if as_json else text, flush=True)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
-def _fail(code: int, kind: str, message: str, as_json: bool) -> int:
+def _fail(code: int, kind: str, message: str, as_json: bool, indent: int | None) -> int:
     if as_json:
-        print(json.dumps({"error": {"type": kind, "message": message}, "exit_code": code}, indent=1), flush=True)
+        print(json.dumps({"error": {"type": kind, "message": message}, "exit_code": code}, indent=indent), flush=True)
     print(f"pulse-kernels: error: {message}", file=sys.stderr, flush=True)
     return code
 

@@ -6,9 +6,10 @@ import argparse
 from typing import Any
 
 
-def command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    """A subparser for ``run``, with the options every command has."""
+def command(commands: Any, name: str, run: Any, text: str, *, json_lines: bool = False) -> argparse.ArgumentParser:
+    """A subparser for ``run``, with the options every command has. json_lines: it prints many objects, one a line."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=run)
+    one = "one JSON object a line" if json_lines else "one JSON object"
+    parser.add_argument("--json", action="store_true", help=f"print {one} instead of text")
+    parser.set_defaults(run=run, json_lines=json_lines)
     return parser

@@ -6,6 +6,7 @@ streams.py    parts of a stream: zstd, raw or zero
 segment.py    one segment of a tensor: indices and values
 sending.py    a patch's tensors on their way from a device to the host
 header.py     the patch header and what is refused in one
+overlay.py    a base with a patch imagined on top
 container.py  the safetensors file around both
 """
 
@@ -25,6 +26,7 @@ from pulse_kernels.backends import for_device
 from pulse_kernels.checks import INT32_NUMEL
 from pulse_kernels.codec.container import PatchBuilder, PatchReader
 from pulse_kernels.codec.header import PatchHeader, TensorHeader, name_problem
+from pulse_kernels.codec.overlay import check_base_digest, imagine, imagined_changes, imagined_tensors
 from pulse_kernels.codec.parallel import parallel_map
 from pulse_kernels.codec.segment import (
     ALL,
@@ -39,9 +41,8 @@ from pulse_kernels.codec.segment import (
 )
 from pulse_kernels.codec.sending import SentChanges, SentTensor, base_tensor, batches, send_changes, send_tensors
 from pulse_kernels.dtypes import dtype_name
-from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError
+from pulse_kernels.errors import PatchFormatError, PulseError
 from pulse_kernels.patch import Patch, TensorPatch
-from pulse_kernels.state import StateDigest
 
 # Where no base bounds a patch's decoded size: a ratio no real patch comes near, above a size nobody minds.
 _MAX_EXPANSION = 256
@@ -66,7 +67,8 @@ def tensor_header(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return TensorHeader(name, dtype_name(dtype), tuple(shape))
 
 
-def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+def build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+    """The coded segments of a patch, of which ``chunks`` makes the file. See ``Patch.to_bytes``."""
     check_profile(profile)
     header = PatchHeader(
         *(profile, patch.base_version, patch.version, patch.base_digest, patch.digest),
@@ -106,7 +108,7 @@ def send(items: Sequence[TensorPatch], profile: str) -> list[SentChanges]:
 
 def encode(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> bytes:
     """See ``Patch.to_bytes``."""
-    return b"".join(_build(patch, profile, base).chunks())
+    return b"".join(build(patch, profile, base).chunks())
 
 
 def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
@@ -135,7 +137,7 @@ def save_builder(builder: PatchBuilder, path: str | os.PathLike[str]) -> int:
 
 def save(patch: Patch, path: str | os.PathLike[str], profile: str, base: Mapping[str, Tensor] | None) -> int:
     """See ``Patch.save``."""
-    return save_builder(_build(patch, profile, base), path)
+    return save_builder(build(patch, profile, base), path)
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
@@ -171,7 +173,11 @@ def _check_size(header: PatchHeader, file_bytes: int, based: bool, limit: int | 
 
 
 def decode(
-    buffer: Any, base: Mapping[str, Tensor] | None, current_digest: str | None, max_decoded_bytes: int | None
+    buffer: Any,
+    base: Mapping[str, Tensor] | None,
+    current_digest: str | None,
+    max_decoded_bytes: int | None,
+    pending: Patch | None = None,
 ) -> Patch:
     """See ``Patch.from_bytes``."""
     reader = PatchReader(buffer)
@@ -180,19 +186,22 @@ def decode(
         raise ValueError(
             f"this patch codes values against its base (digest {header.base_digest}); pass base=<the old tensors>"
         )
+    tensors_before: Mapping[str, Tensor] = {}
     if base is not None:
+        tensors_before = imagined_tensors(base, pending)
         for item in header.tensors:
-            base_tensor(base, item.name, item.dtype, item.shape)
+            base_tensor(tensors_before, item.name, item.dtype, item.shape)
     _check_size(header, memoryview(buffer).nbytes, base is not None, max_decoded_bytes)
-    if base is not None and header.base_digest and header.needs_base:
-        _check_base_digest(header, base, current_digest)
-    flat = {item.name: base[item.name].detach().reshape(-1) for item in header.tensors} if base is not None else {}
+    if base is not None and header.needs_base:
+        check_base_digest(header, base, current_digest, pending)
+    flat = {item.name: tensors_before[item.name].detach().reshape(-1) for item in header.tensors if base is not None}
+    changes = imagined_changes(tensors_before, pending, header)
 
     def work(job: tuple[TensorHeader, int, memoryview, memoryview]) -> tuple[Tensor | None, Tensor]:
         tensor, s, index_stream, value_stream = job
         segment = tensor.segments[s]
         before = flat[tensor.name][segment.start : segment.start + segment.numel] if tensor.name in flat else None
-        local, values = decode_segment(tensor, s, index_stream, value_stream, before)
+        local, values = decode_segment(tensor, s, index_stream, value_stream, before, changes.get(tensor.name))
         if local is None:
             return None, values
         return (local.long() if tensor.numel > INT32_NUMEL else local) + segment.start, values
@@ -210,22 +219,18 @@ def decode(
     )
 
 
-def _check_base_digest(header: PatchHeader, base: Mapping[str, Tensor], current_digest: str | None) -> None:
-    state = StateDigest.of(base) if current_digest is None else StateDigest.fromhex(current_digest)
-    found = state.hexdigest()
-    if found != header.base_digest:
-        raise BaseMismatchError(
-            f"the base has digest {found}, the patch was made against {header.base_digest}"
-            f"{'' if header.base_version is None else f' (version {header.base_version})'}; pass the patch's own base"
-        )
-
-
 def decode_segment(
-    tensor: TensorHeader, s: int, index_stream: memoryview, value_stream: memoryview, base: Tensor | None
+    tensor: TensorHeader,
+    s: int,
+    index_stream: memoryview,
+    value_stream: memoryview,
+    base: Tensor | None,
+    pending: TensorPatch | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """(positions inside the segment, absolute values) of one segment; positions are None for a whole (added) one.
 
-    base: the segment's elements of the base tensor, flat, or None where values are not coded against it.
+    base: the segment's elements of the base tensor, flat, or None where values are not coded against it. pending:
+    changes of the whole tensor, on the host, that count as made to it.
     """
     segment = tensor.segments[s]
     what = f"tensor {tensor.name!r:.200}, segment {s}, "
@@ -236,6 +241,8 @@ def decode_segment(
     if segment.value_code == DELTA:
         assert base is not None
         before = for_device(base.device.type).gather(base, local.to(base.device)).cpu()
+        if pending is not None:
+            imagine(before, local, segment.start, segment.numel, pending)
     return local, decode_values(segment, value_stream, tensor.dtype, before, what + "values")
 
 
@@ -279,6 +286,7 @@ __all__ = [
     "PatchReader",
     "Segment",
     "TensorHeader",
+    "build",
     "check_profile",
     "decode",
     "decode_segment",

@@ -139,7 +139,7 @@ class PatchHeader:
     @classmethod
     def _from_content(cls, content: Any) -> PatchHeader:
         found = content.get("format") if isinstance(content, dict) else content
-        if type(found) is not int or found != FORMAT_VERSION:
+        if not isinstance(content, dict) or type(found) is not int or found != FORMAT_VERSION:
             raise PatchFormatError(
                 f"patch header: format {found!r:.60}, expected {FORMAT_VERSION}; a newer pulse_kernels may read it"
             )

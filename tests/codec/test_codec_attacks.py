@@ -375,6 +375,11 @@ def test_header_fields_of_every_wrong_kind(field: str, fine: list[Any]) -> None:
         refused(forgery.build(), "patch header", "format" if field == "format" else field if field != "removed" else "")
 
 
+@pytest.mark.parametrize("text", ["1", "true", "[1]", '"1"', "null"])
+def test_patch_headers_that_are_no_object(text: str) -> None:
+    refused(honest().build(text), "format")
+
+
 @pytest.mark.parametrize("field", ["tensors", "added"])
 def test_lists_of_tensors_of_every_wrong_kind(field: str) -> None:
     for value in ODD:

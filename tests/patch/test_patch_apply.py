@@ -355,9 +355,10 @@ def test_damaged_values_are_found_and_rolled_back() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("method", ["apply_", "exchange_"])
 @pytest.mark.parametrize(("operation", "failing"), [*(("apply_patch_many_", k) for k in (1, 2, 3, 5)), ("digest", 1)])
 def test_a_failure_at_any_step(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], operation: str, failing: int, done: bool
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], operation: str, failing: int, method: str, done: bool
 ) -> None:
     """The k-th call fails before it does anything, or is interrupted after: all that was done is undone."""
     old, new = grown(*states())
@@ -380,10 +381,10 @@ def test_a_failure_at_any_step(
     with monkeypatch.context() as context:
         context.setattr(owner, name, fails)
         with pytest.raises(error, match="in the middle"):
-            patch.apply_(weights)
+            getattr(patch, method)(weights)
     assert calls == failing
     assert_untouched(weights, before)
-    patch.apply_(weights)
+    getattr(patch, method)(weights)
     assert_state(weights, new)
 
 
@@ -406,15 +407,16 @@ class Stubborn(dict[str, torch.Tensor]):
         super().__delitem__(name)
 
 
+@pytest.mark.parametrize("method", ["apply_", "exchange_"])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_mapping_that_fails(step: int) -> None:
+def test_a_mapping_that_fails(step: int, method: str) -> None:
     """Entries come and go last; where that fails they are put back too."""
     old, new = grown(*states())
     weights = Stubborn(clone(old))
     before = snapshot(weights)
     weights.left = step
     with pytest.raises(MemoryError, match="no more"):
-        pk.Patch.diff(old, new).apply_(weights)
+        getattr(pk.Patch.diff(old, new), method)(weights)
     now = snapshot(weights)
     assert set(now) == set(before)
     assert all(now[name][0] is tensor and torch.equal(now[name][1], data) for name, (tensor, data) in before.items())

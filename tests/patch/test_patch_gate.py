@@ -73,17 +73,24 @@ def random_model(sizes: list[tuple[int, ...]], density: float, seed: int) -> tup
     density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     group_bytes=st.sampled_from([1, 700, 1 << 30]),
     update=st.booleans(),
+    undo=st.booleans(),
     knows_base=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_it_is_the_difference(
-    sizes: list[tuple[int, ...]], density: float, group_bytes: int, update: bool, knows_base: bool, seed: int
+    sizes: list[tuple[int, ...]],
+    density: float,
+    group_bytes: int,
+    update: bool,
+    undo: bool,
+    knows_base: bool,
+    seed: int,
 ) -> None:
     masters, weights = random_model(sizes, density, seed)
     old, new = copied(weights), rounded(masters, weights)
     base_digest = pk.StateDigest.of(old).hexdigest() if knows_base else None
     options: dict[str, Any] = {"base_version": 7, "version": 8, "base_digest": base_digest}
-    found = pk.Patch.gate(masters, weights, update=update, group_bytes=group_bytes, **options)
+    found = pk.Patch.gate(masters, weights, update=update, undo=undo, group_bytes=group_bytes, **options)
     assert_same(found, pk.Patch.diff(old, new, **options))
     for name, weight in weights.items():
         assert torch.equal(bits(weight), bits(new[name] if update else old[name]))

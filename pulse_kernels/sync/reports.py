@@ -1,0 +1,93 @@
+"""What each step of a sync tells about itself. All sizes in bytes, all times in seconds of wall clock."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+
+class _Report:
+    report: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able data; "report" says which kind it is."""
+        return {"report": self.report, **asdict(self)}  # type: ignore[call-overload]
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())  # type: ignore[attr-defined,no-any-return]
+
+
+@dataclass(frozen=True)
+class PublishReport(_Report):
+    """A version sent. seconds: by phase: gate (find the changes), digest (of whole states, with anchors), pack (code
+    indices and values), encode (container and BLAKE3), anchor (read, hash and send the whole state), upload (of the
+    patch), commit (the manifest).
+
+    kind: "anchor" or "patch". payload_bytes: what a follower fetches, the patch or else the anchor. ratio:
+    dense_bytes / payload_bytes. folded: changes of how many calls are in it. committed: False where the upload still
+    runs (its own report follows to ``on_report``). note: why an anchor was sent, where it was not just its turn.
+    """
+
+    report: ClassVar[str] = "publish"
+
+    version: int
+    kind: str
+    base_version: int | None
+    digest: str
+    num_changed: int
+    numel: int
+    density: float
+    payload_bytes: int
+    anchor_bytes: int
+    dense_bytes: int
+    ratio: float
+    folded: int
+    committed: bool
+    note: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageReport(_Report):
+    """A version made ready. seconds: by phase: route (manifests), fetch, decode. from_anchor: whether it is reached
+    from an anchor. patches: how many were folded."""
+
+    report: ClassVar[str] = "stage"
+
+    version: int
+    from_version: int | None
+    from_anchor: bool
+    patches: int
+    fetched_bytes: int
+    num_changed: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ApplyReport(_Report):
+    """A version in place. seconds: by phase: apply (the pause; with verify="full" the sweep is in "verify"), and,
+    where ``poll`` made it, those of the stage before it."""
+
+    report: ClassVar[str] = "apply"
+
+    version: int | None
+    from_version: int | None
+    digest: str
+    num_changed: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Phases:
+    """Wall-clock seconds by phase, in the order in which phases first ended; whatever is in no phase is the next's."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._last = clock()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """What has passed since the phase before it ended was ``phase``."""
+        now = self._clock()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now

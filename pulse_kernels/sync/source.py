@@ -1,0 +1,305 @@
+"""What a trainer has to send: its weights, the version that receivers have, and what changed in between.
+
+``Source`` knows nothing of stores or networks. Whoever sends takes ``change()``, and says ``commit(...)`` once
+receivers can have it; what was never committed stays and goes with the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pulse_kernels import checks, ops
+from pulse_kernels.errors import NonFiniteError
+from pulse_kernels.patch import Patch
+from pulse_kernels.state import Params, StateDigest, named_tensors
+
+_SLICE = 1 << 24  # elements looked at together for non-finite values
+
+
+@dataclass(frozen=True)
+class Change:
+    """patch: from the receivers' version to the weights as they are, None where that version is not known for sure.
+
+    upto: what ``commit`` takes. note: why there is no patch.
+    """
+
+    patch: Patch | None
+    upto: int
+    note: str = ""
+    folded: int = 1
+
+
+class Source:
+    """The trainer's side of a chain of versions.
+
+    params: the weights, an nn.Module, a dict or (name, tensor) pairs. masters: their FP32 masters under the same names;
+    the weights then are cast from them in the pass that finds the changes, and no copy of the weights is kept. Without
+    masters a copy of the weights at their own width is kept, on their device.
+
+    Raises ValueError (names, shapes) and TypeError (dtypes) where masters and params do not fit.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        masters: Params | None = None,
+        *,
+        profile: str | None = "balanced",
+        on_nonfinite: str = "error",
+    ) -> None:
+        if on_nonfinite not in ("error", "allow"):
+            raise ValueError(f"on_nonfinite is {on_nonfinite!r}, expected 'error' or 'allow'")
+        self._params = _kept(params)
+        self._masters = None if masters is None else _kept(masters)
+        self._profile = profile
+        self._finite = on_nonfinite == "error"
+        named = self.weights()
+        if not named:
+            raise ValueError("params has no tensors; there is nothing to send")
+        self._kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()}
+        if self._masters is not None:
+            self._check_masters(named)
+        self._snapshot: dict[str, Tensor] | None = None
+        self._pending: list[Patch] = []  # gated, not committed; the weights have them
+        self._digests: dict[str, StateDigest] = {}  # of the weights as gated last, or of the snapshot
+        self._places: dict[str, tuple[int, int]] = {}
+        self._sure = False
+        self._why = "nothing was sent before"
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name, as they are now."""
+        return {name: tensor.detach() for name, tensor in named_tensors(self._params).items()}
+
+    @property
+    def numel(self) -> int:
+        return sum(_numel(shape) for _, shape in self._kinds.values())
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(_numel(shape) * dtype.itemsize for dtype, shape in self._kinds.values())
+
+    # ---- what changed ---------------------------------------------------------------------------------------------
+
+    def resume(self, digest: str) -> bool:
+        """Whether the weights have this digest, that of the version receivers have; the next change then is a patch."""
+        digests = StateDigest.of_each(self.weights())
+        if StateDigest.sum(digests.values()).hexdigest() != digest:
+            self.distrust("the weights are not those of the newest version")
+            return False
+        self._settle(digests)
+        return True
+
+    def distrust(self, why: str) -> None:
+        """The version that receivers have is not known any more: the next change is the whole state."""
+        self._sure, self._why = False, why
+        self._pending.clear()
+
+    def change(self, version: int) -> Change:
+        """What turned the version receivers have into the weights as they are; with masters these are cast first.
+
+        Raises NonFiniteError, the weights being as they were before the call.
+        """
+        named = self._checked()
+        if self._sure and self._masters is not None and not self._untouched(named):
+            self.distrust("the weights were changed by others than the publisher")
+        if not self._sure:
+            return self._whole(named)
+        if self._masters is not None:
+            patch = self._gate(named, version)
+            self._pending.append(patch)
+        else:
+            patch = self._diff(named, version)
+        patches = self._pending if self._masters is not None else [patch]
+        folded = patches[0] if len(patches) == 1 else Patch.fold(patches)
+        return Change(folded, len(patches), folded=len(patches))
+
+    def commit(self, change: Change, digests: Mapping[str, StateDigest] | None = None) -> None:
+        """Receivers can have ``change`` now. digests: those of the whole state, where it was sent as such."""
+        if change.patch is None:
+            self._settle(dict(digests) if digests is not None else StateDigest.of_each(self.weights()))
+            return
+        if self._masters is not None:
+            del self._pending[: change.upto]
+            return
+        assert self._snapshot is not None
+        self._sure = False
+        self._why = "the publisher was interrupted while it recorded what was sent"
+        change.patch.apply_(self._snapshot, verify=False)
+        self._digests = _moved(self._digests, change.patch)
+        self._sure = True
+
+    def tensor_digests(self, change: Change) -> dict[str, StateDigest]:
+        """The digest of each tensor of the state that ``change`` leads to."""
+        if change.patch is None:
+            return StateDigest.of_each(self.weights())
+        if self._masters is not None:
+            return dict(self._digests)
+        return _moved(self._digests, change.patch)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _checked(self) -> dict[str, Tensor]:
+        named = self.weights()
+        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()}
+        if kinds != self._kinds:
+            odd = min(name for name in kinds.keys() | self._kinds.keys() if kinds.get(name) != self._kinds.get(name))
+            raise ValueError(
+                f"{odd!r} is {_kind(kinds.get(odd))} now and was {_kind(self._kinds.get(odd))} when publishing began; "
+                "a chain keeps its tensors: begin another one for another model"
+            )
+        return named
+
+    def _masters_now(self) -> dict[str, Tensor]:
+        assert self._masters is not None
+        return {name: tensor.detach() for name, tensor in named_tensors(self._masters).items()}
+
+    def _check_masters(self, named: Mapping[str, Tensor]) -> None:
+        masters = self._masters_now()
+        if masters.keys() != named.keys():
+            lone = min(masters.keys() ^ named.keys())
+            which = "a master and no weight" if lone in masters else "a weight and no master"
+            raise ValueError(f"masters: {lone!r} has {which}; pass the same names in both, or no masters")
+        for name, weight in named.items():
+            checks.gate(f"masters: {name!r:.200}", masters[name], weight)
+
+    def _untouched(self, named: Mapping[str, Tensor]) -> bool:
+        """Whether nobody else wrote the weights. PyTorch counts most writes; where it counted one, the digest tells."""
+        if _places(named) == self._places:
+            return True
+        if StateDigest.of_each(named) != self._digests:
+            return False
+        self._places = _places(named)
+        return True
+
+    def _gate(self, named: dict[str, Tensor], version: int) -> Patch:
+        masters = self._masters_now()
+        base = StateDigest.sum(self._digests.values()).hexdigest()
+        self._sure = False  # until it is done: there is no undo log, the masters make the weights right anyway
+        self._why = "the publisher was interrupted while it cast the weights"
+        patch = Patch.gate(masters, named, version=version, base_digest=base, profile=self._profile, undo=False)
+        found = _nonfinite_change(patch) if self._finite else ""
+        if found:
+            for name, item in patch.tensors.items():
+                assert item.old_values is not None
+                ops.apply_patch_(named[name], item.indices, item.old_values, check=False)
+        else:
+            self._digests = _moved(self._digests, patch)
+        self._places = _places(named)
+        self._sure = True
+        if found:
+            raise NonFiniteError(found)
+        return patch
+
+    def _diff(self, named: dict[str, Tensor], version: int) -> Patch:
+        assert self._snapshot is not None
+        base = StateDigest.sum(self._digests.values()).hexdigest()
+        patch = Patch.diff(self._snapshot, named, version=version, base_digest=base)
+        if self._finite and (found := _nonfinite_change(patch)):
+            raise NonFiniteError(found)
+        return patch
+
+    def _whole(self, named: dict[str, Tensor]) -> Change:
+        self._pending.clear()
+        if self._masters is None:
+            if self._finite:
+                for name, tensor in named.items():
+                    _check_finite(name, tensor)
+            return Change(None, 0, self._why)
+        masters = self._masters_now()
+        if self._finite:
+            for name, weight in named.items():
+                _check_finite(name, masters[name], weight.dtype)
+        for name, weight in named.items():
+            ops.gate_compact(masters[name], weight, update=True)
+        return Change(None, 0, self._why)
+
+    def _settle(self, digests: dict[str, StateDigest]) -> None:
+        """The weights as they are now are what receivers have."""
+        named = self.weights()
+        if self._masters is None:
+            if self._snapshot is None:
+                self._snapshot = {name: checks.copied(tensor) for name, tensor in named.items()}
+            else:
+                for name, tensor in named.items():
+                    self._snapshot[name].copy_(tensor)
+        self._pending.clear()
+        self._digests = digests
+        self._places = _places(named)
+        self._sure = True
+
+
+def _kept(params: Params) -> Params:
+    """``params``, pairs that can be walked once as a dict."""
+    return params if isinstance(params, nn.Module | Mapping) else named_tensors(params)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _kind(kind: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "absent" if kind is None else f"{checks.short(kind[0])} {list(kind[1])}"
+
+
+def _places(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {
+        name: (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for name, tensor in named.items()
+    }
+
+
+def _moved(digests: Mapping[str, StateDigest], patch: Patch) -> dict[str, StateDigest]:
+    """``digests`` of each tensor after ``patch``, whose old values are known."""
+    after = dict(digests)
+    for name, item in patch.tensors.items():
+        after[name] = after[name].copy()
+        if name in patch.digest_changes:
+            after[name].add_lanes(patch.digest_changes[name])
+        else:
+            assert item.old_values is not None
+            after[name].update(name, item, item.indices, item.old_values, item.values)
+    return after
+
+
+def _nonfinite_change(patch: Patch) -> str:
+    """What to say of the first non-finite value of a patch, "" where all are finite."""
+    for name, item in patch.tensors.items():
+        bad = _first_nonfinite(item.values)
+        if bad >= 0:
+            return _nonfinite_message(name, int(item.indices[bad]), item.values[bad])
+    return ""
+
+
+def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """NonFiniteError where a tensor, cast to ``dtype``, is not finite."""
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _SLICE):
+        part = flat[start : start + _SLICE]
+        bad = _first_nonfinite(part if dtype is None else part.to(dtype))
+        if bad >= 0:
+            raise NonFiniteError(_nonfinite_message(name, start + bad, part[bad]))
+
+
+def _first_nonfinite(values: Tensor) -> int:
+    if not (values.is_floating_point() or values.is_complex()) or not values.numel():
+        return -1
+    wide = values if values.dtype.itemsize > 1 else values.float()  # 8-bit floats have few operators
+    # Extremes first: one pass, where isfinite takes several; both are NaN where any value is.
+    extremes = torch.stack(torch.aminmax(torch.view_as_real(wide) if wide.is_complex() else wide))
+    if bool(torch.isfinite(extremes).all()):
+        return -1
+    return int((~torch.isfinite(wide)).nonzero()[0, 0])
+
+
+def _nonfinite_message(name: str, position: int, value: Tensor) -> str:
+    return (
+        f"{name!r:.200} is {value.float().item() if not value.is_complex() else value.item()} at flat position "
+        f"{position}; nothing was sent and the weights are as they were. Mend the training step, or allow such values "
+        "with on_nonfinite='allow'"
+    )
