@@ -11,10 +11,13 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pulse_kernels.sync import Publisher, Subscriber
 from pulse_kernels.sync.metrics import CONTENT_TYPE, Metrics
 
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -358,3 +361,34 @@ def test_a_broken_client_leaves_the_server_and_standard_error_alone(capfd: pytes
 def test_http_is_loaded_by_serving_alone() -> None:
     code = "import sys, pulse_kernels.sync.metrics as m; m.Metrics(); assert 'http.server' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_reports_of_real_ends(tmp_path: Path) -> None:
+    """What the publisher and the subscriber report is what the metrics read."""
+    trainer, rollout = Metrics(), Metrics()
+    weights = {"w": torch.arange(4096).bfloat16()}
+    with (
+        Publisher(tmp_path, weights, on_report=trainer.observe) as publisher,
+        Subscriber(tmp_path, {"w": torch.zeros(4096).bfloat16()}, on_report=rollout.observe) as subscriber,
+    ):
+        anchor = publisher.publish()
+        subscriber.poll()
+        weights["w"][7:10] += 64
+        patch = publisher.publish()
+        newest = subscriber.latest()
+        assert newest is not None
+        rollout.latest(newest)
+        assert read(rollout, "pulse_sync_lag_versions") == 1
+        subscriber.poll()
+    assert (anchor.kind, patch.kind) == ("anchor", "patch")
+    assert read(trainer, "pulse_sync_versions_published_total", kind="patch") == 1
+    assert read(trainer, "pulse_sync_published_bytes_total", part="anchor") == anchor.anchor_bytes
+    assert read(trainer, "pulse_sync_published_bytes_total", part="patch") == patch.payload_bytes
+    assert read(trainer, "pulse_sync_density") == 3 / 4096
+    assert read(trainer, "pulse_sync_ratio") == patch.ratio
+    assert read(trainer, "pulse_sync_last_phase_seconds", report="publish", phase="gate") == patch.seconds["gate"]
+    assert read(rollout, "pulse_sync_lag_versions") == 0
+    assert read(rollout, "pulse_sync_version", state="applied") == patch.version
+    assert read(rollout, "pulse_sync_versions_applied_total") == 2
+    assert read(rollout, "pulse_sync_fetched_bytes_total") == anchor.anchor_bytes + patch.payload_bytes
+    assert (read(rollout, "pulse_sync_phase_seconds_total", report="apply", phase="apply") or 0) > 0
