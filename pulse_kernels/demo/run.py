@@ -42,10 +42,10 @@ def run_demo(
     """Train a small model with GRPO in one process while `workers` rollout processes follow through a store.
 
     out_dir: keeps every version (in `store`), the final weights, the chart and report.json. Without it the versions
-    live in a temporary folder that is removed, and the chart goes to ./pulse-demo.png. json: the table goes to stderr, so
-    that stdout stays free. store: folder or URL without versions where they go instead, and stay. held_out: how many of
-    the held-out problems measure pass@1. damage_version: flip one bit in each part of this version, to see the receivers
-    refuse it.
+    live in a temporary folder that is removed, and the chart goes to ./pulse-demo.png. json: the table goes to stderr,
+    so that stdout stays free. store: folder or URL without versions where they go instead, and stay. held_out: how many
+    of the held-out problems measure pass@1. damage_version: flip one bit in each part of this version, to see the
+    receivers refuse it.
 
     Raises a PulseError if a receiver refuses a version, a digest or the final hash differs, or a process fails. No
     process outlives the call. Processes are spawned: a script calls this under ``if __name__ == "__main__":``.
