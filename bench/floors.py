@@ -42,6 +42,16 @@ def times_ours(peer: str) -> Callable[[Result], float]:
     return lambda result: result.peers[peer] / result.seconds
 
 
+def times_of(peer: str) -> Callable[[Result], float]:
+    """Our time as a multiple of the peer's."""
+    return lambda result: result.seconds / result.peers[peer]
+
+
+def phase_share(result: Result) -> float:
+    """How much of the wall time the reports' phases account for."""
+    return float(result.facts["phase_share"])
+
+
 def million_indices_a_second(result: Result) -> float:
     return result.facts["num_changed"] / result.seconds / 1e6
 
@@ -55,6 +65,7 @@ GATE = "test_gate_compact_update[0.01]"
 PACK, UNPACK = "test_one_thread[0.01-pack_indices]", "test_one_thread[0.01-unpack_indices]"
 APPLY = "test_apply_and_exchange[0.01]"
 TRAINED_28, TRAINED_10 = "test_encode[trained, about 2.8%]", "test_encode[trained, about 1%]"
+PUBLISH, PAUSE, CABLE = "test_publish", "test_pause", "test_over_a_cable"
 CHECKPOINT = "test_encode[random, 1%]"
 EAGER_CODING = "u16 gaps + values, zstd-1"
 
@@ -68,4 +79,9 @@ FLOORS = (
     Floor("`apply_patch_`, 1%: `index_put_` takes", APPLY, times_ours("index_put_"), "x", at_least=1.2),
     Floor("`exchange_patch_`, 1%: of `apply_patch_`", APPLY, times_ours("exchange_patch_"), "x", at_most=1.5),
     Floor("diff and encode, 1%: `!=`, u16 gaps, zstd-1 take", CHECKPOINT, times_ours(EAGER_CODING), "x", at_least=6),
+    Floor("`publish`, 1%: of `gate_compact`", PUBLISH, times_of("gate_compact"), "x", at_most=1.6),
+    Floor("`publish`, 1%: dense file and BLAKE3 take", PUBLISH, times_ours("dense file and BLAKE3"), "x", at_least=2),
+    Floor("`publish`: phases the report names, of all time", PUBLISH, phase_share, "", at_least=0.9),
+    Floor("the subscriber's pause, 1%: of `index_put_`", PAUSE, times_of("index_put_"), "x", at_most=3),
+    Floor("publish to applied over 100 Mbit/s: dense takes", CABLE, times_ours("dense"), "x", at_least=25),
 )

@@ -30,6 +30,10 @@ DENSE_SECTIONS = {
         "Bounds, order and uniqueness checked by ours and bounds by `index_put_`, which takes int64 indices where ours "
         "takes int32."
     ),
+    "Sync": (
+        "`publish` to a local folder, all phases, to the committed manifest, everything forced to the disk. The pause "
+        "is the subscriber's `apply` alone: undo log, scatter, digest. The cable joins two network namespaces."
+    ),
     "Digest": "The peers are serial. `torch.hash_tensor` is the XOR of all elements: it misses an exchange of two.",
 }
 INDEX_SECTION = "Index packing"

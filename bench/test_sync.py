@@ -14,6 +14,8 @@ from torch import Tensor
 
 import pulse_kernels as pk
 from bench.conftest import Compare
+from bench.hosts.link import link
+from bench.hosts.namespaces import NotPermitted
 from bench.workloads import percent
 from pulse_kernels.cli.bench_quick import Contender, changed_positions, random_masters
 from pulse_kernels.sync import Publisher, Subscriber
@@ -115,3 +117,21 @@ def test_pause(compare: Compare, steps: Steps, store: Path) -> None:
         density=DENSITY,
         num_changed=steps.positions.numel(),
     )
+
+
+LINK_NUMEL = 25_000_000
+
+
+def test_over_a_cable(compare: Compare) -> None:
+    """Trainer and rollout in two network namespaces, S3 protocol, 100 Mbit/s: from ``publish`` to applied."""
+    try:
+        with link(LINK_NUMEL, DENSITY) as cable:
+            compare(
+                Contender("publish to applied", cable.publish_and_apply, cable.step),
+                Contender("dense", cable.dense),
+                section=SECTION,
+                title=f"25 million weights over 100 Mbit/s, {percent(DENSITY)} changed",
+                density=DENSITY,
+            )
+    except NotPermitted as why:
+        pytest.skip(f"network namespaces: {why}")

@@ -51,6 +51,17 @@ class TrustError(ChainError):
     """A manifest without a signature of a trusted key."""
 
 
+class GroupError(PulseError):
+    """A rank of a process group failed, or the ranks disagree; names the rank and the reason. All kept what they had.
+
+    failures: reason by rank.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = {} if failures is None else failures
+
+
 class NonFiniteError(PulseError, ValueError):
     """Weights to publish that are infinite or NaN; names the tensor and a position."""
 

@@ -6,19 +6,30 @@ chain.py       versions in a store         manifest.py   what commits a version;
 anchor.py      whole states                merge.py      parts of several ranks
 persist.py     a subscriber's state on disk  aux_files.py  config, tokenizer: what goes with anchors
 store.py       object stores               reports.py    what each step tells
+bounds.py      what a version may have     estimate.py   sizes and times before a run
+group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
+sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py
+collectives.py bytes over torch.distributed
 """
 
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.group import GroupPublisher, GroupSubscriber
 from pulse_kernels.sync.publisher import Publisher
 from pulse_kernels.sync.reports import ApplyReport, PublishReport, StageReport
+from pulse_kernels.sync.sharded import ShardedPublisher
+from pulse_kernels.sync.sharding import Shard
 from pulse_kernels.sync.store import Store, open_store
 from pulse_kernels.sync.subscriber import Subscriber
 
 __all__ = [
     "ApplyReport",
     "Chain",
+    "GroupPublisher",
+    "GroupSubscriber",
     "PublishReport",
     "Publisher",
+    "Shard",
+    "ShardedPublisher",
     "StageReport",
     "Store",
     "Subscriber",

@@ -107,5 +107,15 @@ def fetch_anchor(chain: Chain, manifest: Manifest) -> dict[str, Tensor]:
             raise ChainError(f"anchor of version {manifest.version}: {error}") from error
         if both := state.keys() & tensors.keys():
             raise ChainError(f"anchor of version {manifest.version}: {min(both)!r:.200} is in two of its files")
+        if lone := tensors.keys() - manifest.tensor_digests.keys():
+            raise ChainError(
+                f"anchor of version {manifest.version}: {part.key} has the tensor {min(lone)!r:.200}, which the "
+                "manifest does not know; run `pulse-kernels fsck`"
+            )
         state.update(tensors)
+    if lone := manifest.tensor_digests.keys() - state.keys():
+        raise ChainError(
+            f"anchor of version {manifest.version}: the tensor {min(lone)!r:.200} is in none of its files; run "
+            "`pulse-kernels fsck`"
+        )
     return state

@@ -79,7 +79,8 @@ class ObstoreBackend:
 
     On a local folder with ``durable`` every object is written beside its place, forced to the disk, and only then
     given its name, so that after a power loss an object is there whole or not at all, and what was written before a
-    manifest is there if the manifest is.
+    manifest is there if the manifest is. Symbolic links that lead out of the folder are not followed: neither listed,
+    read, written through nor deleted behind.
     """
 
     def __init__(self, store: Any, *, durable: bool = True, uploads: int = 4) -> None:
@@ -96,8 +97,24 @@ class ObstoreBackend:
     def __repr__(self) -> str:
         return f"ObstoreBackend({type(self.store).__name__})"  # obstore's own repr shows passwords in URLs
 
+    def _check_inside(self, *names: str) -> None:
+        """StoreError where links in a local folder lead out of it."""
+        for name in names:
+            if not self._is_inside(name):
+                raise StoreError(
+                    f"{name!r:.200} leads out of {self.folder} by a symbolic link, which is not followed; remove the "
+                    "link, and put what it points to into the folder"
+                )
+
+    def _is_inside(self, name: str) -> bool:
+        if self.folder is None:
+            return True
+        top, real = os.path.realpath(self.folder), os.path.realpath(self.folder / name)
+        return real == top or real.startswith(os.path.join(top, ""))
+
     def put(self, key: str, data: Any, *, create: bool) -> None:
         claim_process()
+        self._check_inside(key.rpartition("/")[0])
         if not self.durable:
             return self._put(key, data, create)
         folder, _, name = key.rpartition("/")
@@ -175,6 +192,7 @@ class ObstoreBackend:
         claim_process()
         if end <= start:
             return b""
+        self._check_inside(key)
         exceptions = self._obstore.exceptions
         failed: Exception | None = None
         try:
@@ -205,6 +223,7 @@ class ObstoreBackend:
 
     def size(self, key: str) -> int:
         claim_process()
+        self._check_inside(key)
         with suppress(FileNotFoundError):
             return int(self._obstore.head(self.store, key)["size"])
         raise NotFound(f"there is no {key!r}")
@@ -213,10 +232,12 @@ class ObstoreBackend:
         claim_process()
         for page in self._obstore.list(self.store, prefix or None, chunk_size=1000):
             for item in page:
-                yield Entry(item["path"], item["size"])
+                if self._is_inside(item["path"]):
+                    yield Entry(item["path"], item["size"])
 
     def delete(self, keys: Sequence[str]) -> None:
         claim_process()
+        self._check_inside(*{key.rpartition("/")[0] for key in keys})
         with suppress(FileNotFoundError):
             self._obstore.delete(self.store, list(keys))
             return

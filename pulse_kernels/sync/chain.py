@@ -8,13 +8,14 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pulse_kernels.errors import ChainError
+from pulse_kernels.errors import ChainError, PulseError, TrustError
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, version_of
 from pulse_kernels.sync.store import NotFound, Store
 
 _AHEAD = 4  # versions whose parts are fetched at once
 _ANCHORS = 3  # to consider: the nearest, and those before it should that be damaged
-_CACHED = 4096  # manifests; one is never changed, so a copy stays true
+_CACHED_BYTES = 64 << 20  # of manifests; one is never changed, so a copy stays true
+_LONGEST = 10_000  # patches in a row
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,23 @@ class Route:
         return sum(part.bytes for part in (*(self.anchor.anchor if self.anchor else ()), *parts))
 
 
+def next_version(head: int | None, asked: int | None) -> int:
+    """The number of the version after ``head``, the one committed last; ``asked`` where that is given.
+
+    Raises TypeError, ValueError where ``asked`` is no number above ``head``.
+    """
+    least = -1 if head is None else head
+    if asked is None:
+        return least + 1
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise TypeError(f"version is {asked!r:.50}, expected an integer")
+    if not least < asked < 1 << 53:
+        raise ValueError(
+            f"version is {asked}, expected more than {least}, the version committed last; leave it out to count on"
+        )
+    return asked
+
+
 class Chain:
     """The versions in ``store``.
 
@@ -42,7 +60,8 @@ class Chain:
         self.store = store
         self.trust = trust
         self.id = chain
-        self._cache: dict[int, Manifest] = {}
+        self._cache: dict[int, tuple[Manifest, int]] = {}
+        self._cached_bytes = 0
         self._lock = threading.Lock()
 
     def versions(self) -> list[int]:
@@ -59,21 +78,44 @@ class Chain:
         """The manifest of a version. ChainError (damaged, another chain), TrustError, or NotFound."""
         with self._lock:
             if version in self._cache:
-                return self._cache[version]
+                return self._cache[version][0]
         data = self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
         manifest = Manifest.from_bytes(data, version=version, chain=self.id, trust=self.trust)
         with self._lock:
             if self.id is None:
                 self.id = manifest.chain
-            while len(self._cache) >= _CACHED:
-                del self._cache[next(iter(self._cache))]
-            self._cache[version] = manifest
+            self._drop(version)
+            while self._cache and self._cached_bytes + len(data) > _CACHED_BYTES:
+                self._drop(next(iter(self._cache)))
+            self._cache[version] = manifest, len(data)
+            self._cached_bytes += len(data)
         return manifest
 
     def forget(self, version: int) -> None:
         """Read the manifest of ``version`` anew next time."""
         with self._lock:
-            self._cache.pop(version, None)
+            self._drop(version)
+
+    def let_go(self) -> None:
+        """Forget all manifests and the chain they belong to: nothing of it was used."""
+        with self._lock:
+            self.id, self._cached_bytes = None, 0
+            self._cache.clear()
+
+    def _drop(self, version: int) -> None:
+        _, size = self._cache.pop(version, (None, 0))
+        self._cached_bytes -= size
+
+    def since_anchor(self, manifest: Manifest, most: int) -> int:
+        """Versions from the last anchor to ``manifest``, up to ``most``, which also counts where one cannot be read."""
+        for count in range(most):
+            if manifest.anchor or manifest.base_version is None:
+                return count if manifest.anchor else most
+            try:
+                manifest = self.manifest(manifest.base_version)
+            except (NotFound, PulseError):
+                break  # mended by an anchor
+        return most
 
     def fetch(self, part: Part) -> memoryview:
         """A part's bytes, whose size and BLAKE3 are the manifest's; ChainError where the store has others."""
@@ -115,16 +157,23 @@ class Chain:
         patches: list[Manifest] = []
         routes: list[Route] = []
         version: int | None = want
-        gone: int | None = None
+        why = ""
         fetched = 0  # bytes of the patches so far
         while version is not None and version != have:
             if len(routes) == _ANCHORS or (routes and have is not None and fetched > routes[0].nbytes):
                 break  # what lies further back is no shorter way
+            if len(patches) == _LONGEST:
+                why = f"there are {_LONGEST} patches in a row after version {version}"
+                break
             try:
                 manifest = self.manifest(version)
             except NotFound:
-                gone = version
+                why = f"version {version} is not in the store"
                 break
+            except (ChainError, TrustError):
+                if not routes:
+                    raise
+                break  # what is further back may be damaged; it is not needed
             if manifest.anchor:
                 routes.append(Route(manifest, tuple(reversed(patches))))
             patches.append(manifest)
@@ -133,10 +182,9 @@ class Chain:
         if version is not None and version == have:
             routes.append(Route(None, tuple(reversed(patches))))
         if not routes:
-            where = f"version {gone} is not in the store" if gone is not None else "the chain has no anchor"
             raise ChainError(
-                f"no way to version {want}: {where}, and there is no anchor after it. Wait for the next anchor; the "
-                "publisher's anchor_every and retention decide how long that takes"
+                f"no way to version {want}: {why or 'the chain has no anchor'}, and there is no anchor after it. Wait "
+                "for the next anchor; the publisher's anchor_every and retention decide how long that takes"
             )
         return sorted(routes, key=lambda route: route.nbytes)
 

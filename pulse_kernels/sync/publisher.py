@@ -20,7 +20,7 @@ from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
-from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
 from pulse_kernels.sync.signing import signer_from, trusted_keys
@@ -71,7 +71,7 @@ class Publisher:
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, see ``prune``; None keeps all. on_report: called with every committed version's report.
-    shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer, ...),
+    shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer),
     which is sent with every anchor, see aux_files.py; an attribute, too.
 
     One publisher at a time owns a chain. A second one that commits makes the first raise ConflictError for good.
@@ -146,7 +146,7 @@ class Publisher:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
         self._check_ahead()
-        number = self._next_version(version)
+        number = next_version(self.version, version)
         self._write_owed()
         change = self._source.change(number)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
@@ -207,37 +207,19 @@ class Publisher:
             return
         self._head = self.chain.manifest(newest)
         self._source.resume(self._head.digest)
-        manifest: Manifest | None = self._head
-        while manifest is not None and not manifest.anchor and self._since_anchor < self._anchor_every:
-            self._since_anchor += 1
-            try:
-                manifest = None if manifest.base_version is None else self.chain.manifest(manifest.base_version)
-            except (NotFound, PulseError):
-                self._since_anchor = self._anchor_every  # what cannot be read is mended by an anchor
-                break
-
-    def _next_version(self, asked: int | None) -> int:
-        head = -1 if self._head is None else self._head.version
-        if asked is None:
-            return head + 1
-        if isinstance(asked, bool) or not isinstance(asked, int):
-            raise TypeError(f"version is {asked!r:.50}, expected an integer")
-        if not head < asked < 1 << 53:
-            raise ValueError(
-                f"version is {asked}, expected more than {head}, the version committed last; leave it out to count on"
-            )
-        return asked
+        self._since_anchor = self.chain.since_anchor(self._head, self._anchor_every)
 
     def _resolve_attempts(self) -> None:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
-            for attempt in self._attempts:
-                found = self._committed(attempt.version)
+            for version in [attempt.version for attempt in self._attempts]:
+                found = self._committed(version)
                 if found is None:
                     continue
-                if found != attempt.data:
-                    self._fence(attempt.version)
-                self._adopt(attempt, settle=attempt.change.patch is not None)
+                ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
+                if not ours:
+                    self._fence(version)
+                self._adopt(ours[0], settle=ours[0].change.patch is not None)
                 break
             else:
                 break

@@ -100,12 +100,7 @@ class Receiver:
     ) -> Staged:
         """What of a whole ``state`` (CPU tensors) differs from the weights. BaseMismatchError where its tensors do."""
         named = self.weights()
-        if state.keys() != named.keys():
-            lone = min(state.keys() ^ named.keys())
-            which = (
-                "the version has and the weights lack" if lone in state else "the weights have and the version lacks"
-            )
-            raise BaseMismatchError(f"{lone!r:.200} is a tensor that {which}; give the weights of the same model")
+        check_names(named, state)
         tensors: dict[str, TensorPatch] = {}
         whole: dict[str, Tensor] = {}
         for name, new in state.items():
@@ -199,6 +194,14 @@ class Receiver:
             f"the weights have digest {total}, version {version} has {digest}{named}: something else wrote them. The "
             "next sync begins from an anchor"
         )
+
+
+def check_names(named: Mapping[str, Tensor], version: Mapping[str, object]) -> None:
+    """BaseMismatchError unless weights and version have the same names."""
+    if version.keys() != named.keys():
+        lone = min(version.keys() ^ named.keys())
+        which = "the version has and the weights lack" if lone in version else "the weights have and the version lacks"
+        raise BaseMismatchError(f"{lone!r:.200} is a tensor that {which}; give the weights of the same model")
 
 
 def _check_same(name: str, named: Mapping[str, Tensor], like: Tensor | TensorPatch) -> None:

@@ -48,7 +48,7 @@ class Source:
         params: Params,
         masters: Params | None = None,
         *,
-        profile: str = "balanced",
+        profile: str | None = "balanced",
         on_nonfinite: str = "error",
     ) -> None:
         if on_nonfinite not in ("error", "allow"):

@@ -6,8 +6,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from pulse_kernels.errors import (
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest, named_tensors
 from pulse_kernels.sync.anchor import fetch_anchor
+from pulse_kernels.sync.bounds import check_sizes
 from pulse_kernels.sync.chain import Chain, Route
 from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.merge import merge_parts
@@ -97,6 +98,7 @@ class Subscriber:
         self._ready: _Ready | None = None
         self._newest_seen = -1
         self._min_version = min_version
+        self._doubted: int | None = None  # the version whose next patches did not lead where their manifests say
         self._save_every = save_every
         self._unsaved = 0  # applies since the last save
         self._folder = None if state_dir is None else StateFolder(state_dir)
@@ -150,10 +152,11 @@ class Subscriber:
             if self._receiver.digest is None:
                 self._locate(want)
             have = self._receiver.version
+            self._refuse_older(want, have)
             if want == have:
                 self._ready = None
+                self._newest_seen = max(self._newest_seen, want)
                 return None
-            self._refuse_older(want)
             staged, route, fetched = self._make(want, phases)
             self._newest_seen = max(self._newest_seen, want)
             report = StageReport(
@@ -182,7 +185,13 @@ class Subscriber:
                     f"are at {before} now; stage it again"
                 )
             phases = Phases(time.perf_counter)
-            self._receiver.apply(ready.staged, phases, sweep=self._full)
+            digest = self._receiver.digest
+            try:
+                self._receiver.apply(ready.staged, phases, sweep=self._full)
+            except VerificationError as error:
+                self._blame(ready, digest, error)
+                raise
+            self._doubted = None
             self._unsaved += 1
             report = ApplyReport(
                 version=ready.report.version,
@@ -303,20 +312,44 @@ class Subscriber:
         except (CheckpointError, OSError) as error:  # serving goes on; the next time tries again
             warnings.warn(f"the state was not saved: {error}", RuntimeWarning, stacklevel=4)
 
+    @contextmanager
+    def _chain_kept_if_used(self) -> Iterator[None]:
+        """The first chain seen is the one to follow only once something of it has passed all checks."""
+        known = self.chain.id
+        try:
+            yield
+        except BaseException:
+            if known is None:
+                self.chain.let_go()
+            raise
+
+    def _blame(self, ready: _Ready, digest: str | None, error: VerificationError) -> None:
+        """After an apply that came out wrong: ChainError where the weights are the held version's still, to the bit, so
+        that it is the patch that lies; from an anchor its digest was checked before."""
+        if ready.staged.from_anchor or self._receiver.measure() != digest:
+            self._receiver.distrust()
+            return
+        held = ready.report.from_version
+        self._receiver.version, self._doubted = held, held
+        raise ChainError(
+            f"version {ready.report.version}: its patch does not lead to its digest, {ready.staged.digest}; the "
+            f"weights are at version {held}, untouched. Run `pulse-kernels fsck`; the next anchor mends the chain"
+        ) from error
+
     def _locate(self, want: int) -> None:
         """Find out which version the weights are, by their digest."""
         digest = self._receiver.measure()
         for version in [version for version in self.chain.versions() if version <= want][: -_LOOK_BACK - 1 : -1]:
             try:
                 manifest = self.chain.manifest(version)
-            except NotFound:
+            except (NotFound, ChainError, TrustError):  # not the one we look for, then
                 continue
             if manifest.digest == digest:
                 self._receiver.version = version
                 return
 
-    def _refuse_older(self, want: int) -> None:
-        have, least = self._receiver.version, self._min_version
+    def _refuse_older(self, want: int, have: int | None) -> None:
+        least = self._min_version
         if have is not None and want < have:
             raise ChainError(
                 f"version {want} is older than version {have}, which the weights are at; versions only go forward "
@@ -328,7 +361,7 @@ class Subscriber:
     def _make(self, want: int, phases: Phases) -> tuple[Staged, Route, int]:
         """The version, staged by the way that fetches the fewest bytes; where that is damaged, by another."""
         held, digest = self._receiver.version, self._receiver.digest
-        routes = self.chain.routes(want, held)
+        routes = self.chain.routes(want, None if held is not None and held == self._doubted else held)
         usable = [route for route in routes if route.anchor or route.patches[0].base_digest == digest]
         if not usable:  # what the store calls our version is another state
             usable = self.chain.routes(want, None)
@@ -348,6 +381,7 @@ class Subscriber:
         manifests = [*([route.anchor] if route.anchor else []), *route.patches]
         self.chain.require(manifests)
         want = manifests[-1]
+        check_sizes(self._receiver.weights(), manifests)
         if route.anchor is None:
             patch = self._fold(route.patches, phases)
             staged = self._receiver.stage_patch(patch, want.version, want.tensor_digests)
@@ -402,6 +436,7 @@ class Subscriber:
                 f"{self.store.describe()} has no version yet, so that there is nothing to make tensors from; wait for "
                 "the first, or pass params"
             )
+        self._refuse_older(newest, None)
         phases = Phases(time.perf_counter)
         failure: ChainError | StoreError | None = None
         for route in self.chain.routes(newest, None):
@@ -431,8 +466,13 @@ def _decoded(
                     f"{where}: {part.key} leads from digest {said[0]} to {said[1]}, the manifest says from "
                     f"{manifest.base_digest} to {manifest.digest}; run `pulse-kernels fsck`"
                 )
+            if header.added or header.removed:
+                raise ChainError(
+                    f"{where}: {part.key} adds, replaces or removes tensors, but a chain keeps its own; run "
+                    "`pulse-kernels fsck`"
+                )
             patches.append(Patch.from_bytes(data, base, current_digest=digest, pending=pending))
-        except PatchFormatError as error:
+        except (PatchFormatError, BaseMismatchError) as error:  # the base is the manifest's, so it is the part
             raise ChainError(f"{where}: {part.key}: {error}; run `pulse-kernels fsck`") from error
     patch = merge_parts(patches, where)
     patch.base_version, patch.version = manifest.base_version, manifest.version
