@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +18,7 @@ from torch import Tensor
 from pulse_kernels.checkpoint import Checkpoint
 from pulse_kernels.cli.arguments import command
 from pulse_kernels.cli.checkpoints import size
+from pulse_kernels.cli.endless import Lines, Result, Retry, run_endless
 from pulse_kernels.cli.watching import Found, Watch, weights_state
 from pulse_kernels.errors import BaseMismatchError, ChainError, CheckpointError, PulseError, StoreError
 from pulse_kernels.state import StateDigest
@@ -31,12 +28,8 @@ if TYPE_CHECKING:
     from pulse_kernels.sync.metrics import Metrics
 
 EXIT_NO = 1
-EXIT_INTERRUPTED = 130
 
 _STORE = "where versions are kept: a folder, s3://bucket/prefix or another URL that obstore knows"
-_LONGEST_PAUSE = 60.0  # seconds between attempts at a store that cannot be reached
-
-Result = tuple[int, dict[str, Any] | None, str]
 
 
 def add_commands(commands: Any) -> None:
@@ -106,77 +99,6 @@ def _command_line(text: str) -> list[str]:
     return words
 
 
-class _Lines:
-    """What is printed: a line a version on stdout; on stderr what is waited for, once a reason."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-        self.at = ""  # how far it got, for who interrupts
-        self._said = ""
-
-    def version(self, data: dict[str, Any], text: str) -> None:
-        self._said = ""
-        print(json.dumps(data) if self.as_json else text, flush=True)
-
-    def note(self, text: str) -> None:
-        if text and text != self._said:
-            print(f"pulse-kernels: {text}", file=sys.stderr, flush=True)
-        self._said = text
-
-
-class _Retry:
-    """Growing pauses between attempts at a store that cannot be reached."""
-
-    def __init__(self, lines: _Lines, interval: float, metrics: Metrics | None) -> None:
-        self._lines, self._interval, self.metrics, self._failures = lines, interval, metrics, 0
-
-    def pause(self, error: StoreError) -> None:
-        if self.metrics is not None:
-            self.metrics.failure("store", error)
-        seconds = min(max(self._interval, 0.1) * 2**self._failures, _LONGEST_PAUSE)
-        self._failures = min(self._failures + 1, 32)
-        self._lines.note(f"{error}; trying again in {seconds:.1f} s")
-        time.sleep(seconds)
-
-    def reset(self) -> None:
-        self._failures = 0
-
-
-def _run(
-    arguments: argparse.Namespace, loop: Callable[[argparse.Namespace, Store, _Lines, _Retry], int], *, create: bool
-) -> Result:
-    """Open the store and run ``loop`` until it ends or Ctrl-C does."""
-    lines = _Lines(arguments.json)
-    with ExitStack() as stack:
-        try:
-            metrics: Metrics | None = None
-            if arguments.metrics_port is not None:
-                from pulse_kernels.sync.metrics import Metrics
-
-                metrics = Metrics()
-                server = stack.enter_context(metrics.serve(port=arguments.metrics_port))
-                lines.note(f"metrics are at {server.url}")
-            retry = _Retry(lines, arguments.interval, metrics)
-            store = stack.enter_context(_opened(arguments, retry, create))
-            return loop(arguments, store, lines, retry), None, ""
-        except KeyboardInterrupt:
-            lines.note(f"stopped; {lines.at}" if lines.at else "stopped")
-            return EXIT_INTERRUPTED, None, ""
-
-
-def _opened(arguments: argparse.Namespace, retry: _Retry, create: bool) -> Store:
-    """The store. An address that cannot be used is a StoreError; a folder that nobody has made yet is waited for."""
-    from pulse_kernels.sync import open_store
-
-    while True:
-        try:
-            return open_store(arguments.store, create=create)
-        except StoreError as error:
-            if create or arguments.once or "://" in arguments.store or os.path.lexists(arguments.store):
-                raise
-            retry.pause(error)
-
-
 # ---- publish --------------------------------------------------------------------------------------------------------
 
 
@@ -207,10 +129,10 @@ class _CheckpointSource:
 
 
 def _publish(arguments: argparse.Namespace) -> Result:
-    return _run(arguments, _publish_loop, create=True)
+    return run_endless(arguments, _publish_loop, create=True)
 
 
-def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
+def _publish_loop(arguments: argparse.Namespace, store: Store, lines: Lines, retry: Retry) -> int:
     watch, source = Watch(arguments.dir, arguments.settle), _CheckpointSource()
     publisher: Publisher | None = None
     loaded: Found | None = None  # in memory, and perhaps not sent yet
@@ -266,9 +188,7 @@ def _publisher(
     )
 
 
-def _send(
-    publisher: Publisher, source: _CheckpointSource, found: Found, version_from_step: bool, lines: _Lines
-) -> None:
+def _send(publisher: Publisher, source: _CheckpointSource, found: Found, version_from_step: bool, lines: Lines) -> None:
     """Publish what is in memory, unless it is the newest version already."""
     version = found.step if version_from_step else None
     head = publisher.version
@@ -307,10 +227,10 @@ def _publish_line(report: PublishReport, path: Path) -> str:
 
 
 def _follow(arguments: argparse.Namespace) -> Result:
-    return _run(arguments, _follow_loop, create=False)
+    return run_endless(arguments, _follow_loop, create=False)
 
 
-def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
+def _follow_loop(arguments: argparse.Namespace, store: Store, lines: Lines, retry: Retry) -> int:
     subscriber: Subscriber | None = None
     saved: int | None = None  # the version that DIR is at
     code = 0
@@ -349,7 +269,7 @@ def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, ret
 
 
 def _subscriber(
-    arguments: argparse.Namespace, store: Store, lines: _Lines, metrics: Metrics | None
+    arguments: argparse.Namespace, store: Store, lines: Lines, metrics: Metrics | None
 ) -> Subscriber | None:
     """The subscriber whose weights are DIR's, or the newest version's; None while there is neither."""
     from pulse_kernels.sync import Chain, Subscriber
@@ -376,7 +296,7 @@ def _subscriber(
     return subscriber
 
 
-def _keep(subscriber: Subscriber, folder: Path, lines: _Lines) -> int:
+def _keep(subscriber: Subscriber, folder: Path, lines: Lines) -> int:
     """Write the version to DIR, the first time with the files that belong to the model."""
     from pulse_kernels.sync.persist import StateFolder
 
@@ -408,7 +328,7 @@ def _follow_line(data: dict[str, Any], folder: str) -> str:
     return f"version {data['version']}{changed}  {data['total_seconds']:.2f} s  {folder}"
 
 
-def _run_after(arguments: argparse.Namespace, version: int, lines: _Lines) -> int:
+def _run_after(arguments: argparse.Namespace, version: int, lines: Lines) -> int:
     """Run --exec's command; 1 where it failed, which does not end anything."""
     if arguments.run_after is None:
         return 0

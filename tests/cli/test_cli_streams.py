@@ -230,7 +230,7 @@ def test_a_store_out_of_reach_is_tried_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Store, "list", list_)
-    monkeypatch.setattr("pulse_kernels.cli.streams.time.sleep", sleep)
+    monkeypatch.setattr("pulse_kernels.cli.endless.time.sleep", sleep)
     settle = ("--settle", "0") if command == "publish" else ()
     arguments = [command, *map(str, places[command]), *settle, "--interval", "0.2"]
     assert main(arguments) == 130
