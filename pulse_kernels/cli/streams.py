@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from pulse_kernels.state import StateDigest
 
 if TYPE_CHECKING:
     from pulse_kernels.sync import Publisher, PublishReport, Store, Subscriber
+    from pulse_kernels.sync.metrics import Metrics
 
 EXIT_NO = 1
 EXIT_INTERRUPTED = 130
@@ -71,6 +73,8 @@ def _stream(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentP
     parser.add_argument("--once", action="store_true", help="end after what there is now")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
                         help="between two looks (%(default)s)")  # fmt: skip
+    parser.add_argument("--metrics-port", type=_port, metavar="PORT",
+                        help="answer GET /metrics on 127.0.0.1 in Prometheus' format; 0 takes a free port")  # fmt: skip
     return parser
 
 
@@ -84,6 +88,13 @@ def _seconds(text: str) -> float:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
         raise ValueError(text)
     return value
 
@@ -116,10 +127,12 @@ class _Lines:
 class _Retry:
     """Growing pauses between attempts at a store that cannot be reached."""
 
-    def __init__(self, lines: _Lines, interval: float) -> None:
-        self._lines, self._interval, self._failures = lines, interval, 0
+    def __init__(self, lines: _Lines, interval: float, metrics: Metrics | None) -> None:
+        self._lines, self._interval, self.metrics, self._failures = lines, interval, metrics, 0
 
     def pause(self, error: StoreError) -> None:
+        if self.metrics is not None:
+            self.metrics.failure("store", error)
         seconds = min(max(self._interval, 0.1) * 2**self._failures, _LONGEST_PAUSE)
         self._failures = min(self._failures + 1, 32)
         self._lines.note(f"{error}; trying again in {seconds:.1f} s")
@@ -134,17 +147,21 @@ def _run(
 ) -> Result:
     """Open the store and run ``loop`` until it ends or Ctrl-C does."""
     lines = _Lines(arguments.json)
-    retry = _Retry(lines, arguments.interval)
-    store: Store | None = None
-    try:
-        store = _opened(arguments, retry, create)
-        return loop(arguments, store, lines, retry), None, ""
-    except KeyboardInterrupt:
-        lines.note(f"stopped; {lines.at}" if lines.at else "stopped")
-        return EXIT_INTERRUPTED, None, ""
-    finally:
-        if store is not None:
-            store.close()
+    with ExitStack() as stack:
+        try:
+            metrics: Metrics | None = None
+            if arguments.metrics_port is not None:
+                from pulse_kernels.sync.metrics import Metrics
+
+                metrics = Metrics()
+                server = stack.enter_context(metrics.serve(port=arguments.metrics_port))
+                lines.note(f"metrics are at {server.url}")
+            retry = _Retry(lines, arguments.interval, metrics)
+            store = stack.enter_context(_opened(arguments, retry, create))
+            return loop(arguments, store, lines, retry), None, ""
+        except KeyboardInterrupt:
+            lines.note(f"stopped; {lines.at}" if lines.at else "stopped")
+            return EXIT_INTERRUPTED, None, ""
 
 
 def _opened(arguments: argparse.Namespace, retry: _Retry, create: bool) -> Store:
@@ -210,7 +227,7 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, re
                 loaded = None
                 source.load(found)
                 loaded = found
-            publisher = publisher or _publisher(arguments, store, source)
+            publisher = publisher or _publisher(arguments, store, source, retry.metrics)
             _send(publisher, source, found, arguments.version_from_step, lines)
         except CheckpointError as error:  # another one is being written there
             if arguments.once and weights_state(found.path) == found.state:
@@ -231,7 +248,9 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, re
         time.sleep(arguments.interval)
 
 
-def _publisher(arguments: argparse.Namespace, store: Store, source: _CheckpointSource) -> Publisher:
+def _publisher(
+    arguments: argparse.Namespace, store: Store, source: _CheckpointSource, metrics: Metrics | None
+) -> Publisher:
     from pulse_kernels.sync import Publisher
 
     return Publisher(
@@ -243,6 +262,7 @@ def _publisher(arguments: argparse.Namespace, store: Store, source: _CheckpointS
         on_nonfinite=arguments.on_nonfinite,
         keep_anchors=arguments.keep_anchors,
         keep_patches=arguments.keep_patches,
+        on_report=None if metrics is None else metrics.observe,
     )
 
 
@@ -296,7 +316,7 @@ def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, ret
     code = 0
     while True:
         try:
-            if subscriber is None and (subscriber := _subscriber(arguments, store, lines)) is not None:
+            if subscriber is None and (subscriber := _subscriber(arguments, store, lines, retry.metrics)) is not None:
                 saved = subscriber.version
             if subscriber is not None:
                 started = time.perf_counter()
@@ -328,7 +348,9 @@ def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, ret
         time.sleep(arguments.interval)
 
 
-def _subscriber(arguments: argparse.Namespace, store: Store, lines: _Lines) -> Subscriber | None:
+def _subscriber(
+    arguments: argparse.Namespace, store: Store, lines: _Lines, metrics: Metrics | None
+) -> Subscriber | None:
     """The subscriber whose weights are DIR's, or the newest version's; None while there is neither."""
     from pulse_kernels.sync import Chain, Subscriber
     from pulse_kernels.sync.persist import StateFolder
@@ -341,7 +363,14 @@ def _subscriber(arguments: argparse.Namespace, store: Store, lines: _Lines) -> S
         return None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        subscriber = Subscriber(store, None, verify=arguments.verify, trust=trust, state_dir=arguments.dir)
+        subscriber = Subscriber(
+            store,
+            None,
+            verify=arguments.verify,
+            trust=trust,
+            state_dir=arguments.dir,
+            on_report=None if metrics is None else metrics.observe,
+        )
     for warning in caught:
         lines.note(str(warning.message))
     return subscriber

@@ -15,24 +15,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from pulse_kernels.errors import (
-    BaseMismatchError,
     ChainError,
     CheckpointError,
-    PatchFormatError,
     PulseError,
     StoreError,
     TrustError,
     VerificationError,
 )
 from pulse_kernels.patch import Patch
-from pulse_kernels.state import Params, StateDigest, named_tensors
-from pulse_kernels.sync.anchor import fetch_anchor
+from pulse_kernels.state import Params, named_tensors
 from pulse_kernels.sync.bounds import check_sizes
 from pulse_kernels.sync.chain import Chain, Route
 from pulse_kernels.sync.manifest import Manifest
-from pulse_kernels.sync.merge import merge_parts
 from pulse_kernels.sync.persist import Saved, StateFolder
 from pulse_kernels.sync.receiver import Receiver, Staged
+from pulse_kernels.sync.replay import decoded, state_along
 from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
 from pulse_kernels.sync.signing import trusted_keys
 from pulse_kernels.sync.store import NotFound, StoreLike, open_store
@@ -387,7 +384,7 @@ class Subscriber:
             patch = self._fold(route.patches, phases)
             staged = self._receiver.stage_patch(patch, want.version, want.tensor_digests)
         else:
-            state = self._state(route, phases)
+            state = state_along(self.chain, route, phases)
             staged = self._receiver.stage_state(state, want.version, want.digest, want.tensor_digests)
         phases.end("decode")
         return staged
@@ -400,34 +397,11 @@ class Subscriber:
         with closing(self.chain.fetch_ahead(manifests)) as fetched:
             for manifest, parts in fetched:
                 phases.end("fetch")
-                patch = _decoded(manifest, parts, base, digest, folded)
+                patch = decoded(manifest, parts, base, digest, folded)
                 folded = patch if folded is None else Patch.fold([folded, patch])
                 phases.end("decode")
         assert folded is not None
         return folded
-
-    def _state(self, route: Route, phases: Phases) -> dict[str, Tensor]:
-        """The whole state at the end of ``route``, beside the weights."""
-        assert route.anchor is not None
-        state = fetch_anchor(self.chain, route.anchor)
-        phases.end("fetch")
-        found = StateDigest.of(state).hexdigest()
-        if found != route.anchor.digest:
-            raise ChainError(
-                f"the anchor of version {route.anchor.version} has digest {found}, its manifest says "
-                f"{route.anchor.digest}; it was made or changed by something else: run `pulse-kernels fsck`"
-            )
-        phases.end("decode")
-        with closing(self.chain.fetch_ahead(route.patches)) as fetched:
-            for manifest, parts in fetched:
-                phases.end("fetch")
-                patch = _decoded(manifest, parts, state, found, None)
-                try:
-                    found = patch.apply_(state, current_digest=found)
-                except (VerificationError, BaseMismatchError, IndexError) as error:
-                    raise ChainError(f"version {manifest.version}: {error}") from error
-                phases.end("decode")
-        return state
 
     def _first_state(self) -> dict[str, Tensor]:
         """The newest version as tensors of its own, for who has none."""
@@ -443,39 +417,10 @@ class Subscriber:
         for route in self.chain.routes(newest, None):
             try:
                 self.chain.require([*([route.anchor] if route.anchor else []), *route.patches])
-                return self._state(route, phases)
+                return state_along(self.chain, route, phases)
             except TrustError:
                 raise
             except (ChainError, NotFound) as error:
                 failure = failure or error
         assert failure is not None
         raise failure
-
-
-def _decoded(
-    manifest: Manifest, parts: Sequence[memoryview], base: dict[str, Tensor], digest: str, pending: Patch | None
-) -> Patch:
-    """The patch of one version; ChainError where its parts are no patch of it."""
-    where = f"version {manifest.version}"
-    patches = []
-    for part, data in zip(manifest.patch, parts, strict=True):
-        try:
-            header = Patch.peek(data)
-            said = header.base_digest, header.digest
-            if not ((manifest.base_digest, manifest.digest) == said or said == ("", "")):
-                raise ChainError(
-                    f"{where}: {part.key} leads from digest {said[0]} to {said[1]}, the manifest says from "
-                    f"{manifest.base_digest} to {manifest.digest}; run `pulse-kernels fsck`"
-                )
-            if header.added or header.removed:
-                raise ChainError(
-                    f"{where}: {part.key} adds, replaces or removes tensors, but a chain keeps its own; run "
-                    "`pulse-kernels fsck`"
-                )
-            patches.append(Patch.from_bytes(data, base, current_digest=digest, pending=pending))
-        except (PatchFormatError, BaseMismatchError) as error:  # the base is the manifest's, so it is the part
-            raise ChainError(f"{where}: {part.key}: {error}; run `pulse-kernels fsck`") from error
-    patch = merge_parts(patches, where)
-    patch.base_version, patch.version = manifest.base_version, manifest.version
-    patch.base_digest, patch.digest = manifest.base_digest or "", manifest.digest
-    return patch
