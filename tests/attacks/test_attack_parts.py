@@ -15,9 +15,10 @@ from hostile import UNPICKLED, Exploit, Run, attacked, goes_on, refuses
 from manifest_samples import encode
 
 from pulse_kernels import ChainError, StoreError
-from pulse_kernels.sync import Store, Subscriber
+from pulse_kernels.sync import Chain, Store, Subscriber
 from pulse_kernels.sync.backend import ObstoreBackend
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, manifest_key
+from pulse_kernels.sync.retention import prune
 
 # ---- S5: parts are the manifest's, to the byte -----------------------------------------------------------------------
 
@@ -123,6 +124,8 @@ def test_attack_links_out_of_a_local_folder(tmp_path: Path) -> None:
     assert not [entry.key for entry in store.list() if "evil" in entry.key]
     with pytest.raises(StoreError, match="leads out of"):
         store.delete(["anchors/evil/secret"])
+    assert (outside / "secret").exists()
+    prune(Chain(store), keep_anchors=1)
     assert os.listdir(outside) == ["secret"]
     (folder / "patches" / "00000003").unlink()
     run.publish()
