@@ -96,10 +96,10 @@ class Chain:
         with self._lock:
             self._drop(version)
 
-    def let_go(self) -> None:
-        """Forget all manifests and the chain they belong to: nothing of it was used."""
+    def let_go(self, chain: str | None) -> None:
+        """Forget all manifests, one of which was no good, and follow ``chain``, None for the next that is seen."""
         with self._lock:
-            self.id, self._cached_bytes = None, 0
+            self.id, self._cached_bytes = chain, 0
             self._cache.clear()
 
     def _drop(self, version: int) -> None:

@@ -140,7 +140,7 @@ class Subscriber:
         None where the weights are at that version already (or no version exists). Versions older than the one held are
         refused: ``rollback`` goes back.
         """
-        with self._lock:
+        with self._lock, self._chain_kept_if_used():
             self._save_due()
             phases = Phases(time.perf_counter)
             want = self.latest() if version is None else version
@@ -311,13 +311,13 @@ class Subscriber:
 
     @contextmanager
     def _chain_kept_if_used(self) -> Iterator[None]:
-        """The first chain seen is the one to follow only once something of it has passed all checks."""
+        """The first chain seen is the one to follow only once something of it has passed all checks; manifests of what
+        has not are read anew next time."""
         known = self.chain.id
         try:
             yield
         except BaseException:
-            if known is None:
-                self.chain.let_go()
+            self.chain.let_go(known)
             raise
 
     def _blame(self, ready: _Ready, digest: str | None, error: VerificationError) -> None:
@@ -328,6 +328,7 @@ class Subscriber:
             return
         held = ready.report.from_version
         self._receiver.version, self._doubted = held, held
+        self.chain.let_go(self.chain.id)
         raise ChainError(
             f"version {ready.report.version}: its patch does not lead to its digest, {ready.staged.digest}; the "
             f"weights are at version {held}, untouched. Run `pulse-kernels fsck`; the next anchor mends the chain"
