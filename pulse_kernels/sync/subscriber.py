@@ -125,7 +125,7 @@ class Subscriber:
 
     def latest(self) -> int | None:
         """The newest version in the store, None while there is none. ChainError where the store has gone back."""
-        newest = self.chain.newest()
+        newest = self.chain.newest(self._newest_seen)
         if (-1 if newest is None else newest) < self._newest_seen:
             raise ChainError(
                 f"the newest version in {self.store.describe()} is {newest}, but version {self._newest_seen} was seen "
