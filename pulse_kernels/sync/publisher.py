@@ -289,6 +289,7 @@ class Publisher:
         return _Job(version, change, named, digests, note, phases, encoded)
 
     def _encode(self, patch: Patch, phases: Phases) -> bytes:
+        patch.values_digest = patch.digest_of_values()
         builder = codec.build(patch, self._profile, None)
         phases.end("pack")
         data = b"".join(builder.chunks())
