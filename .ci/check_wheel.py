@@ -37,14 +37,13 @@ with tempfile.TemporaryDirectory() as folder:
 
 from pulse_kernels.sync import Publisher, Subscriber  # noqa: E402
 
-with tempfile.TemporaryDirectory() as folder:
-    with Publisher(folder, {"w": weight}, masters={"w": master}) as publisher:
-        publisher.publish()
-        subscriber = Subscriber(folder)
-        master += 1e-3 * torch.randn(300, 1000)
-        assert publisher.publish().kind == "patch"
-        assert subscriber.poll().version == 1
-        assert torch.equal(subscriber.params["w"].view(torch.int16), weight.view(torch.int16))
+with tempfile.TemporaryDirectory() as folder, Publisher(folder, {"w": weight}, masters={"w": master}) as publisher:
+    publisher.publish()
+    subscriber = Subscriber(folder)
+    master += 1e-3 * torch.randn(300, 1000)
+    assert publisher.publish().kind == "patch"
+    assert subscriber.poll().version == 1
+    assert torch.equal(subscriber.params["w"].view(torch.int16), weight.view(torch.int16))
 
 doctor = subprocess.run([sys.executable, "-m", "pulse_kernels", "doctor"], capture_output=True, text=True, check=True)
 native = any(line.split()[:2] == ["yes", "cpu"] for line in doctor.stdout.splitlines())
