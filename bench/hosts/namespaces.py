@@ -62,8 +62,8 @@ def two_hosts(rate: str = "100mbit") -> Iterator[tuple[Host, Host]]:
 def _holder(stack: ExitStack, words: Sequence[str]) -> int:
     """A process in a namespace of its own, which lives as long as ``stack``."""
     process = subprocess.Popen(
-        [*words, "sh", "-c", "echo here; exec sleep 1000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        [*words, "sh", "-c", "echo here; exec cat"],  # ends with us, however we end
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
     )  # fmt: skip
     stack.callback(_end, process)
     assert process.stdout is not None

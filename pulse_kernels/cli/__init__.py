@@ -32,7 +32,7 @@ Command = Callable[[argparse.Namespace], tuple[int, dict[str, Any] | None, str]]
 
 def _parser() -> argparse.ArgumentParser:
     from pulse_kernels import __version__
-    from pulse_kernels.cli import checkpoints, diagnose, streams
+    from pulse_kernels.cli import chains, checkpoints, diagnose, streams
 
     parser = argparse.ArgumentParser(
         prog="pulse-kernels",
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     checkpoints.add_commands(commands)
     streams.add_commands(commands)
+    chains.add_commands(commands)
     diagnose.add_commands(commands)
     return parser
 

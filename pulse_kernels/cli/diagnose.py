@@ -36,7 +36,8 @@ def add_commands(commands: Any) -> None:
     )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     demo.add_argument("--workers", type=positive_number, default=2, metavar="N", help="rollout processes (%(default)s)")
-    demo.add_argument("--out", metavar="DIR", help="keep patches, chart and summary here (default: only the chart)")
+    demo.add_argument("--out", metavar="DIR", help="keep versions, chart and summary here (default: only the chart)")
+    demo.add_argument("--store", metavar="STORE", help="where versions go, a folder or URL: s3://bucket/prefix")
 
 
 def positive_number(text: str) -> int:
@@ -213,5 +214,7 @@ def _demo(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         options["steps"] = arguments.steps
     if arguments.out is not None:
         options["out_dir"] = arguments.out
+    if arguments.store is not None:
+        options["store"] = arguments.store
     report = run_demo(**options)
     return (0 if report.improved else 1), report.to_dict(), report.summary()

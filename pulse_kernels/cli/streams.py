@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +18,18 @@ from torch import Tensor
 from pulse_kernels.checkpoint import Checkpoint
 from pulse_kernels.cli.arguments import command
 from pulse_kernels.cli.checkpoints import size
+from pulse_kernels.cli.endless import Lines, Result, Retry, run_endless
 from pulse_kernels.cli.watching import Found, Watch, weights_state
 from pulse_kernels.errors import BaseMismatchError, ChainError, CheckpointError, PulseError, StoreError
 from pulse_kernels.state import StateDigest
 
 if TYPE_CHECKING:
     from pulse_kernels.sync import Publisher, PublishReport, Store, Subscriber
+    from pulse_kernels.sync.metrics import Metrics
 
 EXIT_NO = 1
-EXIT_INTERRUPTED = 130
 
 _STORE = "where versions are kept: a folder, s3://bucket/prefix or another URL that obstore knows"
-_LONGEST_PAUSE = 60.0  # seconds between attempts at a store that cannot be reached
-
-Result = tuple[int, dict[str, Any] | None, str]
 
 
 def add_commands(commands: Any) -> None:
@@ -71,6 +66,8 @@ def _stream(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentP
     parser.add_argument("--once", action="store_true", help="end after what there is now")
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
                         help="between two looks (%(default)s)")  # fmt: skip
+    parser.add_argument("--metrics-port", type=_port, metavar="PORT",
+                        help="answer GET /metrics on 127.0.0.1 in Prometheus' format; 0 takes a free port")  # fmt: skip
     return parser
 
 
@@ -88,76 +85,18 @@ def _count(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise ValueError(text)
+    return value
+
+
 def _command_line(text: str) -> list[str]:
     words = shlex.split(text)
     if not words or shutil.which(words[0]) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: no such command")
     return words
-
-
-class _Lines:
-    """What is printed: a line a version on stdout; on stderr what is waited for, once a reason."""
-
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-        self.at = ""  # how far it got, for who interrupts
-        self._said = ""
-
-    def version(self, data: dict[str, Any], text: str) -> None:
-        self._said = ""
-        print(json.dumps(data) if self.as_json else text, flush=True)
-
-    def note(self, text: str) -> None:
-        if text and text != self._said:
-            print(f"pulse-kernels: {text}", file=sys.stderr, flush=True)
-        self._said = text
-
-
-class _Retry:
-    """Growing pauses between attempts at a store that cannot be reached."""
-
-    def __init__(self, lines: _Lines, interval: float) -> None:
-        self._lines, self._interval, self._failures = lines, interval, 0
-
-    def pause(self, error: StoreError) -> None:
-        seconds = min(max(self._interval, 0.1) * 2**self._failures, _LONGEST_PAUSE)
-        self._failures = min(self._failures + 1, 32)
-        self._lines.note(f"{error}; trying again in {seconds:.1f} s")
-        time.sleep(seconds)
-
-    def reset(self) -> None:
-        self._failures = 0
-
-
-def _run(
-    arguments: argparse.Namespace, loop: Callable[[argparse.Namespace, Store, _Lines, _Retry], int], *, create: bool
-) -> Result:
-    """Open the store and run ``loop`` until it ends or Ctrl-C does."""
-    lines = _Lines(arguments.json)
-    retry = _Retry(lines, arguments.interval)
-    store: Store | None = None
-    try:
-        store = _opened(arguments, retry, create)
-        return loop(arguments, store, lines, retry), None, ""
-    except KeyboardInterrupt:
-        lines.note(f"stopped; {lines.at}" if lines.at else "stopped")
-        return EXIT_INTERRUPTED, None, ""
-    finally:
-        if store is not None:
-            store.close()
-
-
-def _opened(arguments: argparse.Namespace, retry: _Retry, create: bool) -> Store:
-    """The store. An address that cannot be used is a StoreError; a folder that nobody has made yet is waited for."""
-    from pulse_kernels.sync import open_store
-
-    while True:
-        try:
-            return open_store(arguments.store, create=create)
-        except StoreError as error:
-            if create or arguments.once or "://" in arguments.store or os.path.lexists(arguments.store):
-                raise
-            retry.pause(error)
 
 
 # ---- publish --------------------------------------------------------------------------------------------------------
@@ -190,10 +129,10 @@ class _CheckpointSource:
 
 
 def _publish(arguments: argparse.Namespace) -> Result:
-    return _run(arguments, _publish_loop, create=True)
+    return run_endless(arguments, _publish_loop, create=True)
 
 
-def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
+def _publish_loop(arguments: argparse.Namespace, store: Store, lines: Lines, retry: Retry) -> int:
     watch, source = Watch(arguments.dir, arguments.settle), _CheckpointSource()
     publisher: Publisher | None = None
     loaded: Found | None = None  # in memory, and perhaps not sent yet
@@ -210,7 +149,7 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, re
                 loaded = None
                 source.load(found)
                 loaded = found
-            publisher = publisher or _publisher(arguments, store, source)
+            publisher = publisher or _publisher(arguments, store, source, retry.metrics)
             _send(publisher, source, found, arguments.version_from_step, lines)
         except CheckpointError as error:  # another one is being written there
             if arguments.once and weights_state(found.path) == found.state:
@@ -231,7 +170,9 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, re
         time.sleep(arguments.interval)
 
 
-def _publisher(arguments: argparse.Namespace, store: Store, source: _CheckpointSource) -> Publisher:
+def _publisher(
+    arguments: argparse.Namespace, store: Store, source: _CheckpointSource, metrics: Metrics | None
+) -> Publisher:
     from pulse_kernels.sync import Publisher
 
     return Publisher(
@@ -243,12 +184,11 @@ def _publisher(arguments: argparse.Namespace, store: Store, source: _CheckpointS
         on_nonfinite=arguments.on_nonfinite,
         keep_anchors=arguments.keep_anchors,
         keep_patches=arguments.keep_patches,
+        on_report=None if metrics is None else metrics.observe,
     )
 
 
-def _send(
-    publisher: Publisher, source: _CheckpointSource, found: Found, version_from_step: bool, lines: _Lines
-) -> None:
+def _send(publisher: Publisher, source: _CheckpointSource, found: Found, version_from_step: bool, lines: Lines) -> None:
     """Publish what is in memory, unless it is the newest version already."""
     version = found.step if version_from_step else None
     head = publisher.version
@@ -287,16 +227,16 @@ def _publish_line(report: PublishReport, path: Path) -> str:
 
 
 def _follow(arguments: argparse.Namespace) -> Result:
-    return _run(arguments, _follow_loop, create=False)
+    return run_endless(arguments, _follow_loop, create=False)
 
 
-def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, retry: _Retry) -> int:
+def _follow_loop(arguments: argparse.Namespace, store: Store, lines: Lines, retry: Retry) -> int:
     subscriber: Subscriber | None = None
     saved: int | None = None  # the version that DIR is at
     code = 0
     while True:
         try:
-            if subscriber is None and (subscriber := _subscriber(arguments, store, lines)) is not None:
+            if subscriber is None and (subscriber := _subscriber(arguments, store, lines, retry.metrics)) is not None:
                 saved = subscriber.version
             if subscriber is not None:
                 started = time.perf_counter()
@@ -328,7 +268,9 @@ def _follow_loop(arguments: argparse.Namespace, store: Store, lines: _Lines, ret
         time.sleep(arguments.interval)
 
 
-def _subscriber(arguments: argparse.Namespace, store: Store, lines: _Lines) -> Subscriber | None:
+def _subscriber(
+    arguments: argparse.Namespace, store: Store, lines: Lines, metrics: Metrics | None
+) -> Subscriber | None:
     """The subscriber whose weights are DIR's, or the newest version's; None while there is neither."""
     from pulse_kernels.sync import Chain, Subscriber
     from pulse_kernels.sync.persist import StateFolder
@@ -341,13 +283,20 @@ def _subscriber(arguments: argparse.Namespace, store: Store, lines: _Lines) -> S
         return None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        subscriber = Subscriber(store, None, verify=arguments.verify, trust=trust, state_dir=arguments.dir)
+        subscriber = Subscriber(
+            store,
+            None,
+            verify=arguments.verify,
+            trust=trust,
+            state_dir=arguments.dir,
+            on_report=None if metrics is None else metrics.observe,
+        )
     for warning in caught:
         lines.note(str(warning.message))
     return subscriber
 
 
-def _keep(subscriber: Subscriber, folder: Path, lines: _Lines) -> int:
+def _keep(subscriber: Subscriber, folder: Path, lines: Lines) -> int:
     """Write the version to DIR, the first time with the files that belong to the model."""
     from pulse_kernels.sync.persist import StateFolder
 
@@ -379,7 +328,7 @@ def _follow_line(data: dict[str, Any], folder: str) -> str:
     return f"version {data['version']}{changed}  {data['total_seconds']:.2f} s  {folder}"
 
 
-def _run_after(arguments: argparse.Namespace, version: int, lines: _Lines) -> int:
+def _run_after(arguments: argparse.Namespace, version: int, lines: Lines) -> int:
     """Run --exec's command; 1 where it failed, which does not end anything."""
     if arguments.run_after is None:
         return 0

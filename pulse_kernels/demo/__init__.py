@@ -1,4 +1,4 @@
-"""The live demo: GRPO on arithmetic, with rollout processes that follow the trainer by patch files alone.
+"""The live demo: GRPO on arithmetic, with rollout processes that follow the trainer through a store alone.
 
 `task` what is learnt, `model` the policy, `grpo` the algorithm; `trainer` and `rollout` the two kinds of process,
 `messages` what passes between them, `processes` how they start and end; `run` puts it together, with `table`, `report`

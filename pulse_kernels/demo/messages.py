@@ -1,6 +1,6 @@
 """What crosses process borders: orders and answers between trainer and rollout processes, events to whoever watches.
 
-Weights are not among it: they travel as patch files only. Rollouts are plain lists of numbers.
+Weights are not among it: they travel through the store only. Rollouts are plain lists of numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pulse_kernels.demo.task import Problem
-from pulse_kernels.errors import BaseMismatchError, PatchFormatError, PulseError, VerificationError
+from pulse_kernels.errors import (
+    BaseMismatchError,
+    ChainError,
+    PatchFormatError,
+    PulseError,
+    StoreError,
+    VerificationError,
+)
 
 
 class DemoError(PulseError):
@@ -26,13 +33,10 @@ class Settings:
     prompts_per_step: int
     samples_per_prompt: int
     held_out: int
-    patches: Path
+    store: str  # folder or URL, which every process opens for itself
     temporary: Path | None  # the folder to remove when the run ends, by whoever ends last
     final_weights: Path | None  # where the trainer leaves the last version
-    damage_version: int | None  # the patch of this version gets one bit flipped on disk
-
-    def patch_path(self, version: int) -> Path:
-        return self.patches / f"{version:08d}.safetensors"
+    damage_version: int | None  # each part of this version gets one bit flipped in the store
 
 
 # ---- trainer -> rollout process, each answered by one message --------------------------------------------------------
@@ -40,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sync:
-    """Bring the weights to `version` from the patch files. Answered by Synced."""
+    """Bring the weights to `version` from the store. Answered by Synced."""
 
     version: int
 
@@ -116,7 +120,13 @@ class Failed:
     message: str
 
     def exception(self) -> PulseError:
-        kinds: tuple[type[PulseError], ...] = (BaseMismatchError, PatchFormatError, VerificationError)
+        kinds: tuple[type[PulseError], ...] = (
+            BaseMismatchError,
+            ChainError,
+            PatchFormatError,
+            StoreError,
+            VerificationError,
+        )
         by_name = {kind.__name__: kind for kind in kinds}
         return by_name.get(self.error, DemoError)(self.message)
 

@@ -41,7 +41,7 @@ class DemoReport:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes of a patch file, mean over the steps."""
+        """Bytes of a patch, mean over the steps."""
         return sum(step.payload_bytes for step in self.steps) / len(self.steps)
 
     @property

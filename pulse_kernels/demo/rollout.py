@@ -1,4 +1,4 @@
-"""The rollout process: holds BF16 weights, brings them up to date from patch files, and draws completions."""
+"""The rollout process: holds BF16 weights, brings them up to date from the store, and draws completions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pulse_kernels.demo.messages import Evaluate, Evaluated, Finish, Finished, S
 from pulse_kernels.demo.model import Policy, load_policy, weights_of
 from pulse_kernels.demo.processes import child
 from pulse_kernels.demo.task import prompt_tokens
-from pulse_kernels.patch import Patch
-from pulse_kernels.state import StateDigest
+from pulse_kernels.errors import PulseError
+from pulse_kernels.sync import Subscriber
 
 
 def weights_hash(weights: Mapping[str, Tensor]) -> str:
@@ -29,27 +29,31 @@ def weights_hash(weights: Mapping[str, Tensor]) -> str:
 
 
 class Receiver:
-    """Weights at some version, and how they get to the next one: only through patch files."""
+    """Weights at some version, and how they get to the next one: only through the store."""
 
     def __init__(self, weights: dict[str, Tensor], settings: Settings) -> None:
         self.weights = weights
-        self.settings = settings
-        self.version = 0
-        self.digest = StateDigest.of(weights).hexdigest()
+        self.subscriber = Subscriber(settings.store, weights)
+
+    @property
+    def version(self) -> int:
+        version = self.subscriber.version
+        if version is None:
+            raise PulseError("the receiver's weights are at no known version; sync first")
+        return version
 
     def sync(self, version: int) -> Synced:
-        """Apply the patches after the own version up to `version`, each checked against the digest it carries."""
-        fetch_seconds = apply_seconds = 0.0
-        while self.version < version:
-            start = time.perf_counter()
-            path = self.settings.patch_path(self.version + 1)
-            patch = Patch.load(path, base=self.weights, current_digest=self.digest)
-            fetched = time.perf_counter()
-            self.digest = patch.apply_(self.weights, current_digest=self.digest)
-            self.version += 1
-            fetch_seconds += fetched - start
-            apply_seconds += time.perf_counter() - fetched
-        return Synced(self.version, self.digest, fetch_seconds, apply_seconds)
+        """Go to `version`: fetched, checked and decoded beside the weights, then applied in one short step."""
+        start = time.perf_counter()
+        staged = self.subscriber.stage(version)
+        fetched = time.perf_counter()
+        if staged is not None:
+            self.subscriber.apply()
+        return Synced(self.version, self.digest, fetched - start, time.perf_counter() - fetched)
+
+    @property
+    def digest(self) -> str:
+        return self.subscriber.digest or ""
 
 
 def draw(policy: Policy, order: Sample, version: int) -> Sampled:
@@ -72,6 +76,11 @@ def serve(trainer: Connection, settings: Settings) -> None:
     """Obey the trainer until it says Finish."""
     policy = load_policy()
     receiver = Receiver(weights_of(policy), settings)
+    with receiver.subscriber:
+        obey(trainer, policy, receiver)
+
+
+def obey(trainer: Connection, policy: Policy, receiver: Receiver) -> None:
     while True:
         order = trainer.recv()
         if isinstance(order, Sync):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from pulse_kernels.demo.chart import ChartUnavailable, save_chart
 from pulse_kernels.demo.messages import Accuracy, DemoError, Settings, StepRecord, Summary
-from pulse_kernels.demo.model import warm_start_path
 from pulse_kernels.demo.processes import ProcessGroup, receive
 from pulse_kernels.demo.report import DemoReport
 from pulse_kernels.demo.rollout import rollout_process
 from pulse_kernels.demo.table import PlainTable, RichTable, live_table
 from pulse_kernels.demo.task import HELD_OUT
 from pulse_kernels.demo.trainer import trainer_process
+from pulse_kernels.sync import Chain, open_store
 
 STEPS = 150
 CHART_NAME = "pulse-demo.png"
@@ -32,20 +32,22 @@ def run_demo(
     workers: int = 2,
     json: bool = False,
     *,
+    store: str | Path | None = None,
     prompts_per_step: int = 16,
     samples_per_prompt: int = 8,
     held_out: int = HELD_OUT,
     chart: bool = True,
     damage_version: int | None = None,
 ) -> DemoReport:
-    """Train a small model with GRPO in one process while `workers` rollout processes follow by patch files.
+    """Train a small model with GRPO in one process while `workers` rollout processes follow through a store.
 
-    out_dir: keeps every patch, the warm start they begin at, the final weights, the chart and report.json. Without it
-    the patches live in a temporary folder that is removed, and the chart goes to ./pulse-demo.png. json: the table goes
-    to stderr, so that stdout stays free. held_out: how many of the held-out problems measure pass@1.
-    damage_version: flip one bit in the patch of this version, to see the receivers refuse it.
+    out_dir: keeps every version (in `store`), the final weights, the chart and report.json. Without it the versions
+    live in a temporary folder that is removed, and the chart goes to ./pulse-demo.png. json: the table goes to stderr,
+    so that stdout stays free. store: folder or URL without versions where they go instead, and stay. held_out: how many
+    of the held-out problems measure pass@1. damage_version: flip one bit in each part of this version, to see the
+    receivers refuse it.
 
-    Raises a PulseError if a receiver refuses a patch, a digest or the final hash differs, or a process fails. No
+    Raises a PulseError if a receiver refuses a version, a digest or the final hash differs, or a process fails. No
     process outlives the call. Processes are spawned: a script calls this under ``if __name__ == "__main__":``.
     """
     for name, value in (("steps", steps), ("workers", workers), ("prompts_per_step", prompts_per_step)):
@@ -61,6 +63,7 @@ def run_demo(
         raise ValueError(f"seed is {seed}, expected 0 to 2**31 - 1")
     started = time.perf_counter()
     with _folder(out_dir) as folder:
+        place = _own_store(folder) if store is None else _empty_store(store)
         keep = out_dir is not None
         settings = Settings(
             steps=steps,
@@ -69,14 +72,14 @@ def run_demo(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
             held_out=held_out,
-            patches=folder / "patches",
+            store=place,
             temporary=None if keep else folder,
             final_weights=folder / "final.safetensors" if keep else None,
             damage_version=damage_version,
         )
         with live_table(steps, sys.stderr if json else sys.stdout) as table:
             accuracies, records, summary = _follow(settings, table)
-        # Work in the patches is done; what follows are files about the run.
+        # Work in the store is done; what follows are files about the run.
         total = time.perf_counter() - started
         seconds = dict(summary.seconds)
         seconds["other"] = max(0.0, total - sum(seconds.values()))
@@ -136,21 +139,36 @@ def _add_chart(report: DemoReport, path: Path) -> None:
 
 @contextmanager
 def _folder(out_dir: str | Path | None) -> Iterator[Path]:
-    """The run's folder: `out_dir`, made and cleared of an earlier run's patches, or a temporary one."""
+    """The run's folder: `out_dir`, made where there is none, or a temporary one."""
     if out_dir is None:
         temporary = Path(tempfile.mkdtemp(prefix="pulse-demo-"))
         try:
-            (temporary / "patches").mkdir()
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return
     folder = Path(out_dir)
     try:
-        (folder / "patches").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DemoError(f"the folder {folder} cannot be made: {error}; choose another one") from None
-    for patch in (folder / "patches").glob("[0-9]" * 8 + ".safetensors"):
-        patch.unlink()
-    shutil.copyfile(warm_start_path(), folder / warm_start_path().name)
     yield folder
+
+
+def _own_store(folder: Path) -> str:
+    """The store in the run's folder, cleared of an earlier run's versions."""
+    place = folder / "store"
+    for name in ("manifests", "patches", "anchors"):
+        shutil.rmtree(place / name, ignore_errors=True)
+    place.mkdir(exist_ok=True)
+    return str(place)
+
+
+def _empty_store(store: str | Path) -> str:
+    place = str(store)
+    if place.lower().startswith("memory:"):
+        raise ValueError("store is in memory, which only one process sees; give a folder or the URL of a server")
+    with open_store(place) as opened:
+        if (newest := Chain(opened).newest()) is not None:
+            raise DemoError(f"{opened.describe()} has versions up to {newest}; give the demo a place of its own")
+    return place

@@ -1,4 +1,4 @@
-"""The trainer process: FP32 masters, Adam, the gate in place of the cast, and one patch file an optimizer step."""
+"""The trainer process: FP32 masters, Adam, the gate in place of the cast, and one published version a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from pulse_kernels.demo.model import load_policy, num_parameters, weights_of
 from pulse_kernels.demo.processes import child, receive, send
 from pulse_kernels.demo.rollout import weights_hash
 from pulse_kernels.errors import VerificationError
+from pulse_kernels.sync import Publisher
 
 LEARNING_RATE = 3e-6  # what RL post-training runs at
 BETAS = (0.9, 0.99)
@@ -71,8 +71,8 @@ class Trainer:
         self.weights = weights_of(self.policy)
         self.masters = {name: weight.float().requires_grad_() for name, weight in self.weights.items()}
         self.optimizer = torch.optim.Adam(self.masters.values(), lr=LEARNING_RATE, betas=BETAS)
-        self.version = 0
-        self.state = pk.StateDigest.of(self.weights)
+        self.publisher = Publisher(settings.store, self.weights, masters=self.masters)
+        self.version, self.digest = 0, self.publisher.publish(0).digest  # the anchor that receivers begin at
         self.problems, held_out = task.split_problems()
         self.held_out = held_out[: settings.held_out]
         self.generator = torch.Generator().manual_seed(settings.seed)
@@ -93,40 +93,22 @@ class Trainer:
         self.optimizer.step()
 
     def publish(self) -> Published:
-        """Cast the masters into the weights, and write what changed as the next version's patch file."""
-        start = time.perf_counter()
-        names = list(self.weights)
-        with torch.no_grad():
-            indices, values, old_values = pk.gate_compact_many(
-                [self.masters[name] for name in names],
-                [self.weights[name] for name in names],
-                update=True,
-                return_old=True,
-            )
-        gated = time.perf_counter()
-        base_digest = self.state.hexdigest()
-        tensors = {}
-        for name, index, new, old in zip(names, indices, values, old_values, strict=True):
-            weight = self.weights[name]
-            self.state.update(name, weight, index, old, new)
-            tensors[name] = pk.TensorPatch(name, tuple(weight.shape), weight.dtype, index, new, old)
-        self.version += 1
-        patch = pk.Patch(
-            self.version - 1, self.version, tensors, base_digest=base_digest, digest=self.state.hexdigest()
-        )
-        path = self.settings.patch_path(self.version)
-        payload_bytes = patch.save(path)  # under a temporary name, then renamed
-        encoded = time.perf_counter()
+        """Cast the masters into the weights, and send what changed as the next version."""
+        report = self.publisher.publish()
+        self.version, self.digest = report.version, report.digest
         if self.version == self.settings.damage_version:
-            damage(path)
-        return Published(patch.num_changed, payload_bytes, gated - start, encoded - gated)
+            self.damage()
+        gate_seconds = report.seconds["gate"]
+        encode_seconds = report.total_seconds - gate_seconds
+        return Published(report.num_changed, report.payload_bytes, gate_seconds, encode_seconds)
 
-
-def damage(path: Path) -> None:
-    """Flip one bit in the last byte of the file, which is inside a coded stream."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    def damage(self) -> None:
+        """Flip one bit in the last byte of each part of the version, which is inside a tensor or a coded stream."""
+        manifest = self.publisher.chain.manifest(self.version)
+        for part in (*manifest.patch, *manifest.anchor):
+            data = bytearray(self.publisher.store.get(part.key, part.bytes))
+            data[-1] ^= 1
+            self.publisher.store.put(part.key, bytes(data))
 
 
 class Crew:
@@ -150,7 +132,7 @@ class Crew:
     def sync(self, trainer: Trainer) -> list[Synced]:
         """All receivers go to the trainer's version; their digests must be the trainer's own."""
         answers: list[Synced] = self.ask([Sync(trainer.version)] * len(self.connections), Synced)
-        expected = trainer.state.hexdigest()
+        expected = trainer.digest
         for worker, answer in enumerate(answers):
             if (answer.version, answer.digest) != (trainer.version, expected):
                 raise VerificationError(
@@ -198,7 +180,7 @@ class Crew:
                     f"the weights of rollout process {worker} hash to {answer.weights_hash}, expected {expected}: they "
                     "are not bit-identical to the trainer's"
                 )
-        if pk.StateDigest.of(trainer.weights) != trainer.state:
+        if pk.StateDigest.of(trainer.weights).hexdigest() != trainer.digest:
             raise VerificationError("the trainer's running digest is not the digest of its weights")
         return expected
 
@@ -242,7 +224,7 @@ def train(events: Connection, connections: list[Connection], settings: Settings)
             encode_seconds=published.encode_seconds,
             fetch_seconds=fetch_seconds,
             apply_seconds=apply_seconds,
-            digest=trainer.state.hexdigest(),
+            digest=trainer.digest,
             digest_ok=True,  # `sync` raised otherwise
         )
         events.send(record)
@@ -254,7 +236,8 @@ def train(events: Connection, connections: list[Connection], settings: Settings)
         from safetensors.torch import save_file
 
         save_file(trainer.weights, settings.final_weights)
-    events.send(Summary(parameters, trainer.state.hexdigest(), final_hash, dict(clock.seconds)))
+    trainer.publisher.close()
+    events.send(Summary(parameters, trainer.digest, final_hash, dict(clock.seconds)))
 
 
 def trainer_process(events: Connection, connections: list[Connection], settings: Settings) -> None:

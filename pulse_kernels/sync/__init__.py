@@ -10,10 +10,13 @@ bounds.py      what a version may have     estimate.py   sizes and times before 
 group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
 sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py
 collectives.py bytes over torch.distributed
+metrics.py     for Prometheus              metrics_server.py over HTTP
 """
 
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.estimate import Estimate, estimate
 from pulse_kernels.sync.group import GroupPublisher, GroupSubscriber
+from pulse_kernels.sync.metrics import Metrics
 from pulse_kernels.sync.publisher import Publisher
 from pulse_kernels.sync.reports import ApplyReport, PublishReport, StageReport
 from pulse_kernels.sync.sharded import ShardedPublisher
@@ -24,8 +27,10 @@ from pulse_kernels.sync.subscriber import Subscriber
 __all__ = [
     "ApplyReport",
     "Chain",
+    "Estimate",
     "GroupPublisher",
     "GroupSubscriber",
+    "Metrics",
     "PublishReport",
     "Publisher",
     "Shard",
@@ -33,5 +38,6 @@ __all__ = [
     "StageReport",
     "Store",
     "Subscriber",
+    "estimate",
     "open_store",
 ]

@@ -63,6 +63,16 @@ def patch_folder(version: int) -> str:
     return f"patches/{_padded(version)}"
 
 
+def version_in(key: str) -> int | None:
+    """The version in whose anchor or patch folder an object lies; None for every other key."""
+    folder, _, rest = key.partition("/")
+    number, slash, _ = rest.partition("/")
+    if folder not in ("anchors", "patches") or not slash or not number.isascii() or not number.isdigit():
+        return None
+    version = int(number) if len(number) <= 16 else -1
+    return version if 0 <= version <= MAX_VERSION and _padded(version) == number else None
+
+
 def _padded(version: int) -> str:
     if not _is_int(version, 0, MAX_VERSION):
         raise ValueError(f"version {version!r:.60}, expected an integer from 0 to 2^53 - 1")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pulse_kernels import codec
-from pulse_kernels.errors import ConflictError, PulseError, StoreError
+from pulse_kernels.errors import ChainError, ConflictError, PulseError, StoreError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
@@ -23,6 +23,7 @@ from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
+from pulse_kernels.sync.retention import check_retention, prune
 from pulse_kernels.sync.signing import signer_from, trusted_keys
 from pulse_kernels.sync.source import Change, Source
 from pulse_kernels.sync.store import AlreadyExists, NotFound, StoreLike, open_store
@@ -70,7 +71,8 @@ class Publisher:
     "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see ``signer_from``.
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
-    keep_patches: retention, see ``prune``; None keeps all. on_report: called with every committed version's report.
+    keep_patches: retention, applied after every anchor, see ``prune``; None keeps all. on_report: called with every
+    committed version's report.
     shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer),
     which is sent with every anchor, see aux_files.py; an attribute, too.
 
@@ -102,6 +104,8 @@ class Publisher:
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes is {shard_bytes}, expected at least 1")
         codec.check_profile(profile)
+        check_retention(keep_anchors, keep_patches)
+        self._keep = keep_anchors, keep_patches
         self._source = Source(params, masters, profile=profile, on_nonfinite=on_nonfinite)
         self._signer = None if signer is None else signer_from(signer)
         self.store = open_store(store)
@@ -150,6 +154,7 @@ class Publisher:
         tried = max((attempt.version - 1 for attempt in self._attempts), default=-1)
         number = next_version(self.version if tried < 0 else max(tried, self.version or 0), version)
         self._write_owed()
+        phases.end("check")
         change = self._source.change(number)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
             self._source.distrust("the publisher was interrupted while it recorded what was sent")
@@ -233,7 +238,7 @@ class Publisher:
 
     def _check_ahead(self) -> None:
         """Whoever committed a version above ours has taken over, under whatever number."""
-        newest = self.chain.newest()
+        newest = self.chain.newest(self.version)
         if newest is not None and newest > (-1 if self._head is None else self._head.version):
             self._fence(newest)
 
@@ -407,6 +412,12 @@ class Publisher:
             except StoreError as error:
                 note = f"{note}; " * bool(note) + f"the anchor's index waits for the next call ({error})"
             phases.end("anchor")
+            if self._keep != (None, None):
+                try:
+                    prune(self.chain, keep_anchors=self._keep[0], keep_patches=self._keep[1])
+                except (StoreError, ChainError) as error:
+                    note = f"{note}; " * bool(note) + f"old versions were not removed ({error})"
+                phases.end("prune")
         report = replace(attempt.report, note=note, seconds=dict(phases.seconds))
         if self._on_report is not None:
             self._on_report(report)

@@ -188,9 +188,10 @@ class Store:
             return False
         return True
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        """All objects below the folder ``prefix``, by key; those whose keys no chain could have are left out."""
-        found = self._try("list", prefix, lambda: list(self.backend.list(prefix)), checked=prefix != "")
+    def list(self, prefix: str = "", after: str = "") -> list[Entry]:
+        """All objects below the folder ``prefix``, by key; those whose keys no chain could have are left out. after: a
+        key; only those behind it, which a store with many looks up quickly."""
+        found = self._try("list", prefix, lambda: list(self.backend.list(prefix, after)), checked=prefix != "")
         return sorted(entry for entry in found if KEY.match(entry.key) and len(entry.key) <= MAX_KEY_CHARS)
 
     # ---- the rest -------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def _from_url(url: str, options: dict[str, Any], common: dict[str, Any]) -> Stor
         return Store(ObstoreBackend(MemoryStore()), "memory://", **common)
     secrets = redact.secrets_of(options) | redact.secrets_of_url(url)
     given = dict(options)
-    local = url.lower().startswith("http://") or _plain_endpoint(given)
+    local = url.lower().startswith("http://") or _plain_endpoint(given) or _plain_environment()
     limits: dict[str, Any] = {"connect_timeout": timedelta(seconds=10), "timeout": timedelta(seconds=120)}
     if local:
         limits["allow_http"] = True
@@ -373,6 +374,12 @@ def _plain_endpoint(options: dict[str, Any]) -> bool:
     config = options.get("config") or {}
     endpoints = [value for source in (config, options) for name, value in source.items() if "endpoint" in str(name)]
     return any(str(value).lower().startswith("http://") for value in endpoints)
+
+
+def _plain_environment() -> bool:
+    """Whether obstore's own switch allows an endpoint without TLS; our client options would hide it from obstore."""
+    switches = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+    return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in switches)
 
 
 __all__ = ["AlreadyExists", "Entry", "NotFound", "Store", "StoreLike", "open_store"]

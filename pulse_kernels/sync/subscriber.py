@@ -15,24 +15,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from pulse_kernels.errors import (
-    BaseMismatchError,
     ChainError,
     CheckpointError,
-    PatchFormatError,
     PulseError,
     StoreError,
     TrustError,
     VerificationError,
 )
 from pulse_kernels.patch import Patch
-from pulse_kernels.state import Params, StateDigest, named_tensors
-from pulse_kernels.sync.anchor import fetch_anchor
+from pulse_kernels.state import Params, named_tensors
 from pulse_kernels.sync.bounds import check_sizes
 from pulse_kernels.sync.chain import Chain, Route
 from pulse_kernels.sync.manifest import Manifest
-from pulse_kernels.sync.merge import merge_parts
 from pulse_kernels.sync.persist import Saved, StateFolder
 from pulse_kernels.sync.receiver import Receiver, Staged
+from pulse_kernels.sync.replay import decoded, state_along
 from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
 from pulse_kernels.sync.signing import trusted_keys
 from pulse_kernels.sync.store import NotFound, StoreLike, open_store
@@ -128,7 +125,7 @@ class Subscriber:
 
     def latest(self) -> int | None:
         """The newest version in the store, None while there is none. ChainError where the store has gone back."""
-        newest = self.chain.newest()
+        newest = self.chain.newest(self._newest_seen)
         if (-1 if newest is None else newest) < self._newest_seen:
             raise ChainError(
                 f"the newest version in {self.store.describe()} is {newest}, but version {self._newest_seen} was seen "
@@ -143,7 +140,7 @@ class Subscriber:
         None where the weights are at that version already (or no version exists). Versions older than the one held are
         refused: ``rollback`` goes back.
         """
-        with self._lock:
+        with self._lock, self._chain_kept_if_used():
             self._save_due()
             phases = Phases(time.perf_counter)
             want = self.latest() if version is None else version
@@ -317,13 +314,13 @@ class Subscriber:
 
     @contextmanager
     def _chain_kept_if_used(self) -> Iterator[None]:
-        """The first chain seen is the one to follow only once something of it has passed all checks."""
+        """The first chain seen is the one to follow only once something of it has passed all checks; manifests of what
+        has not are read anew next time."""
         known = self.chain.id
         try:
             yield
         except BaseException:
-            if known is None:
-                self.chain.let_go()
+            self.chain.let_go(known)
             raise
 
     def _blame(self, want: Staged | Manifest, held: tuple[int | None, str | None], error: VerificationError) -> None:
@@ -335,6 +332,7 @@ class Subscriber:
             self._receiver.distrust()
             return
         self._receiver.version = self._doubted = version
+        self.chain.let_go(self.chain.id)
         raise ChainError(
             f"version {want.version}: its patch does not lead to its digest, {want.digest}; the weights are at version "
             f"{version}, untouched. Run `pulse-kernels fsck`; the next anchor mends the chain"
@@ -394,7 +392,7 @@ class Subscriber:
                 raise
             staged = self._receiver.stage_patch(patch, want.version, want.tensor_digests)
         else:
-            state = self._state(route, phases)
+            state = state_along(self.chain, route, phases)
             staged = self._receiver.stage_state(state, want.version, want.digest, want.tensor_digests)
         phases.end("decode")
         return staged
@@ -407,34 +405,11 @@ class Subscriber:
         with closing(self.chain.fetch_ahead(manifests)) as fetched:
             for manifest, parts in fetched:
                 phases.end("fetch")
-                patch = _decoded(manifest, parts, base, digest, folded)
+                patch = decoded(manifest, parts, base, digest, folded)
                 folded = patch if folded is None else Patch.fold([folded, patch])
                 phases.end("decode")
         assert folded is not None
         return folded
-
-    def _state(self, route: Route, phases: Phases) -> dict[str, Tensor]:
-        """The whole state at the end of ``route``, beside the weights."""
-        assert route.anchor is not None
-        state = fetch_anchor(self.chain, route.anchor)
-        phases.end("fetch")
-        found = StateDigest.of(state).hexdigest()
-        if found != route.anchor.digest:
-            raise ChainError(
-                f"the anchor of version {route.anchor.version} has digest {found}, its manifest says "
-                f"{route.anchor.digest}; it was made or changed by something else: run `pulse-kernels fsck`"
-            )
-        phases.end("decode")
-        with closing(self.chain.fetch_ahead(route.patches)) as fetched:
-            for manifest, parts in fetched:
-                phases.end("fetch")
-                try:
-                    patch = _decoded(manifest, parts, state, found, None)
-                    found = patch.apply_(state, current_digest=found)
-                except (VerificationError, BaseMismatchError, IndexError) as error:
-                    raise ChainError(f"version {manifest.version}: {error}") from error
-                phases.end("decode")
-        return state
 
     def _first_state(self) -> dict[str, Tensor]:
         """The newest version as tensors of its own, for who has none."""
@@ -450,39 +425,10 @@ class Subscriber:
         for route in self.chain.routes(newest, None):
             try:
                 self.chain.require([*([route.anchor] if route.anchor else []), *route.patches])
-                return self._state(route, phases)
+                return state_along(self.chain, route, phases)
             except TrustError:
                 raise
             except (ChainError, NotFound) as error:
                 failure = failure or error
         assert failure is not None
         raise failure
-
-
-def _decoded(
-    manifest: Manifest, parts: Sequence[memoryview], base: dict[str, Tensor], digest: str, pending: Patch | None
-) -> Patch:
-    """The patch of one version; ChainError where its parts are no patch of it."""
-    where = f"version {manifest.version}"
-    patches = []
-    for part, data in zip(manifest.patch, parts, strict=True):
-        try:
-            header = Patch.peek(data)
-            said = header.base_digest, header.digest
-            if not ((manifest.base_digest, manifest.digest) == said or said == ("", "")):
-                raise ChainError(
-                    f"{where}: {part.key} leads from digest {said[0]} to {said[1]}, the manifest says from "
-                    f"{manifest.base_digest} to {manifest.digest}; run `pulse-kernels fsck`"
-                )
-            if header.added or header.removed:
-                raise ChainError(
-                    f"{where}: {part.key} adds, replaces or removes tensors, but a chain keeps its own; run "
-                    "`pulse-kernels fsck`"
-                )
-            patches.append(Patch.from_bytes(data, base, current_digest=digest, pending=pending))
-        except (PatchFormatError, BaseMismatchError) as error:  # the base is the manifest's, so it is the part
-            raise ChainError(f"{where}: {part.key}: {error}; run `pulse-kernels fsck`") from error
-    patch = merge_parts(patches, where)
-    patch.base_version, patch.version = manifest.base_version, manifest.version
-    patch.base_digest, patch.digest = manifest.base_digest or "", manifest.digest
-    return patch

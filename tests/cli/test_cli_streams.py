@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -218,10 +219,10 @@ def test_a_store_out_of_reach_is_tried_again(
         run(capsys, "publish", live, store)
     original, outages, pauses = Store.list, iter(["down"] * 3), []
 
-    def list_(self: Store, prefix: str) -> object:
+    def list_(self: Store, prefix: str, after: str = "") -> object:
         if next(outages, None):
             raise StoreError("the store is down")
-        return original(self, prefix)
+        return original(self, prefix, after)
 
     def sleep(seconds: float) -> None:
         pauses.append(round(seconds, 3))
@@ -229,7 +230,7 @@ def test_a_store_out_of_reach_is_tried_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Store, "list", list_)
-    monkeypatch.setattr("pulse_kernels.cli.streams.time.sleep", sleep)
+    monkeypatch.setattr("pulse_kernels.cli.endless.time.sleep", sleep)
     settle = ("--settle", "0") if command == "publish" else ()
     arguments = [command, *map(str, places[command]), *settle, "--interval", "0.2"]
     assert main(arguments) == 130
@@ -302,6 +303,18 @@ def test_two_processes_and_a_killed_follower(tmp_path: Path) -> None:
         assert "version 4 is the last" in sent.with_suffix(".err").read_text()
     assert versions(sent) == [0, 1, 2, 3, 4]
     assert checkpoint_state(copy).interrupted is None
+
+
+def test_metrics_are_served(tmp_path: Path) -> None:
+    live, got = Training().save(tmp_path / "live"), tmp_path / "publish.log"
+    with process(got, "publish", live, tmp_path / "store", "--settle", "0.1", "--metrics-port", "0") as publisher:
+        eventually(lambda: versions(got) == [0], got)
+        address = got.with_suffix(".err").read_text().split("metrics are at ")[1].split()[0]
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            text = answer.read().decode()
+        assert "pulse_sync" in text
+        publisher.send_signal(signal.SIGINT)
+        assert publisher.wait(60) == 130
 
 
 def test_a_follower_waits_for_the_first_version(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 
 import pulse_kernels as pk
 from pulse_kernels.demo import run_demo
+from pulse_kernels.demo.model import warm_start_path
 from pulse_kernels.demo.rollout import weights_hash
+from pulse_kernels.sync import Publisher, Subscriber
 
 SMALL = {"prompts_per_step": 4, "samples_per_prompt": 8, "held_out": 16}
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -32,14 +34,22 @@ def test_a_run_ends_bit_identical_and_can_be_replayed(tmp_path: Path, capsys: py
     report = run_demo(steps=3, seed=7, out_dir=tmp_path, **SMALL)
     assert multiprocessing.active_children() == []
 
-    # Anyone can follow the run from its files alone.
-    weights = load_file(tmp_path / "warm_start.safetensors")
+    # Anyone can follow the run from its files alone, with a Subscriber or by hand.
+    (anchor,) = (tmp_path / "store" / "anchors" / "00000000").glob("*.safetensors")
+    weights = load_file(anchor)
+    assert weights_hash(weights) == weights_hash(load_file(warm_start_path()))
+    late = Subscriber(tmp_path / "store", {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
     digest = None
     for version in (1, 2, 3):
-        patch = pk.Patch.load(tmp_path / "patches" / f"{version:08d}.safetensors", base=weights)
+        (path,) = (tmp_path / "store" / "patches" / f"{version:08d}").glob("*.safetensors")
+        assert path.stat().st_size == report.steps[version - 1].payload_bytes
+        patch = pk.Patch.load(path, base=weights)
         assert (patch.base_version, patch.version) == (version - 1, version)
         digest = patch.apply_(weights, current_digest=digest)
         assert digest == report.steps[version - 1].digest
+        late.stage(version)
+        assert late.apply().digest == digest
+    assert late.latest() == 3
     final = load_file(tmp_path / "final.safetensors")
     assert all(torch.equal(weights[name].view(torch.int16), final[name].view(torch.int16)) for name in final)
     assert weights_hash(weights) == report.summary_of_trainer.weights_hash
@@ -56,10 +66,30 @@ def test_a_damaged_patch_ends_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     before = temporary_folders()
     with pytest.raises(pk.PulseError, match="rollout process 0") as caught:
         run_demo(steps=3, workers=1, json=True, chart=False, damage_version=2, **SMALL)
-    assert isinstance(caught.value, (pk.PatchFormatError, pk.VerificationError))
+    assert isinstance(caught.value, pk.ChainError)
+    assert "patches/00000002/" in str(caught.value)
     assert multiprocessing.active_children() == []
     assert temporary_folders() <= before
     assert capsys.readouterr().out == ""
+
+
+def test_a_store_of_ones_own(tmp_path: Path) -> None:
+    store = tmp_path / "versions"
+    report = run_demo(steps=2, workers=1, json=True, chart=False, store=store, **SMALL)
+    with Subscriber(store) as follower:
+        assert (follower.poll(), follower.version) == (None, 2)
+        assert follower.digest == report.steps[-1].digest
+    with pytest.raises(pk.PulseError, match="has versions up to 2"):
+        run_demo(steps=2, store=store, **SMALL)
+    with pytest.raises(ValueError, match="memory"):
+        run_demo(steps=2, store="memory://x", **SMALL)
+
+
+def test_an_earlier_runs_versions_are_cleared(tmp_path: Path) -> None:
+    Publisher(tmp_path / "store", {"other": torch.zeros(3)}).publish(9)
+    report = run_demo(steps=1, workers=1, json=True, chart=False, out_dir=tmp_path, **SMALL)
+    assert len(report.steps) == 1
+    assert Subscriber(tmp_path / "store").latest() == 1
 
 
 @LINUX
