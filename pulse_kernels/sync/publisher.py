@@ -150,7 +150,9 @@ class Publisher:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
         self._check_ahead()
-        number = next_version(self.version, version)
+        # What was tried under a higher number may come to exist yet.
+        tried = max((attempt.version - 1 for attempt in self._attempts), default=-1)
+        number = next_version(self.version if tried < 0 else max(tried, self.version or 0), version)
         self._write_owed()
         phases.end("check")
         change = self._source.change(number)
@@ -164,7 +166,12 @@ class Publisher:
         self._last = None
         worker = threading.Thread(target=self._send_behind, args=(job,), name="pulse-publisher", daemon=True)
         self._worker = worker
-        worker.start()
+        try:
+            worker.start()
+        except BaseException:
+            if worker.ident is None:
+                self._worker = None  # nothing to wait for
+            raise
         num_changed = 0 if change.patch is None else change.patch.num_changed
         return self._report(job, None, num_changed, committed=False)
 
@@ -217,7 +224,7 @@ class Publisher:
     def _resolve_attempts(self) -> None:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
-            for version in [attempt.version for attempt in self._attempts]:
+            for version in sorted({attempt.version for attempt in self._attempts}, reverse=True):
                 found = self._committed(version)
                 if found is None:
                     continue
@@ -357,7 +364,7 @@ class Publisher:
             anchor=() if anchor is None else anchor.parts,
             patch=parts,
             profile=self._profile,
-            time=int(time.time()),
+            time=max(0, int(time.time())),  # a clock may be anything
             facts={
                 "num_changed": num_changed,
                 "numel": self._source.numel,

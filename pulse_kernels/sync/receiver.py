@@ -50,6 +50,7 @@ class _Undo:
     digest: str | None
     rows: list[tuple[Tensor, Tensor | None, Tensor]]
     patch: Patch | None = None
+    after: str = ""  # the digest it leads back from
 
 
 class Receiver:
@@ -124,7 +125,7 @@ class Receiver:
         are as they were before the call then, and their version counts as unknown.
         """
         before = self.version, self.digest
-        undo = _Undo(*before, [])
+        undo = _Undo(*before, [], after=staged.digest)
         self.distrust()  # until it is done: an interrupt may come between any two steps
         try:
             if staged.from_anchor:
@@ -149,12 +150,27 @@ class Receiver:
         self.version, self.digest = staged.version, staged.digest
 
     def rollback(self) -> None:
-        """Go back to what ``apply`` replaced last. PulseError where there is nothing to go back to."""
+        """Go back to what ``apply`` replaced last. PulseError where there is nothing to go back to, VerificationError
+        where something else wrote the weights since, as far as that is known; they stay as they are then."""
         if self._undo is None:
             raise PulseError("there is no version to go back to: nothing was applied since the last rollback")
-        undo, self._undo = self._undo, None
+        undo, known = self._undo, self.digest
+        if known is None:  # an apply failed: the weights may be others than those the log belongs to
+            known = StateDigest.of(self.weights()).hexdigest()
+        if known != undo.after:
+            self._undo = None
+            raise VerificationError(
+                f"the weights have digest {known}, what was applied last has {undo.after}: something else wrote them, "
+                "and the version before cannot be made of them. Call poll()"
+            )
+        self._undo = None
         self.distrust()
-        self._take_back(undo)
+        try:
+            self._take_back(undo)
+        except BaseException:
+            self._take_back(undo)  # half of it is no version; what is back already stays so
+            self.version, self.digest = undo.version, undo.digest
+            raise
         self.version, self.digest = undo.version, undo.digest
 
     def forget(self) -> None:
