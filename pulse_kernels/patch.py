@@ -110,6 +110,9 @@ class Patch:
     # By name the lanes, mod 2^64, by which each of ``tensors`` moves the digest (``StateDigest.add_lanes``), for
     # who keeps a digest a tensor. Empty where unknown.
     digest_changes: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
+    # ``digest_of_values()`` where the file is to carry it, for readers who know their base's digest without looking at
+    # it: a difference added to a damaged value moves the digest as it would move the right one.
+    values_digest: str = field(default="", init=False, compare=False)
     # By name what ``gate`` has sent to the host for the codec, which uses it while it is what ``tensors`` holds.
     sent: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -347,6 +350,17 @@ class Patch:
         """
         named = None if base is None else named_tensors(base)
         return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes, pending)
+
+    def digest_of_values(self) -> str:
+        """What the new values alone, at their positions, add to a state's digest, as 32 hexadecimal digits."""
+        total = StateDigest()
+        total.add_changes(
+            [
+                (tensor_key(name, item.dtype, item.shape), item.indices, torch.zeros_like(item.values), item.values)
+                for name, item in self.tensors.items()
+            ]
+        )
+        return total.hexdigest()
 
     @staticmethod
     def peek(buffer: Any) -> Any:

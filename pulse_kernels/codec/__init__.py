@@ -41,7 +41,7 @@ from pulse_kernels.codec.segment import (
 )
 from pulse_kernels.codec.sending import SentChanges, SentTensor, base_tensor, batches, send_changes, send_tensors
 from pulse_kernels.dtypes import dtype_name
-from pulse_kernels.errors import PatchFormatError, PulseError
+from pulse_kernels.errors import PatchFormatError, PulseError, VerificationError
 from pulse_kernels.patch import Patch, TensorPatch
 
 # Where no base bounds a patch's decoded size: a ratio no real patch comes near, above a size nobody minds.
@@ -76,6 +76,7 @@ def build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> Patc
         [tensor_header(name, tensor.dtype, tensor.shape) for name, tensor in patch.added.items()],
         patch.removed,
         patch.layout,
+        patch.values_digest,
     )
     builder = PatchBuilder(header)
     sent: list[SentChanges | SentTensor] = [*_send(patch, profile, base), *send_tensors(list(patch.added.values()))]
@@ -213,10 +214,16 @@ def decode(
         parts.setdefault(id(job[0]), []).append(result)
     tensors = {item.name: _join_changes(item, parts.get(id(item), [])) for item in header.tensors}
     added = {item.name: _join_whole(item, parts.get(id(item), [])) for item in header.added}
-    return Patch(
+    patch = Patch(
         *(header.base_version, header.version, tensors, added, header.removed),
         *(header.base_digest, header.digest, header.layout),
     )
+    if header.values_digest and (found := patch.digest_of_values()) != header.values_digest:
+        raise VerificationError(
+            f"decoded, the patch's values have digest {found}, expected {header.values_digest}: the base's values at "
+            "those positions are not what its digest stands for. Something else wrote them; begin from a whole state"
+        )
+    return patch
 
 
 def decode_segment(

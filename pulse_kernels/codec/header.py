@@ -68,6 +68,7 @@ class PatchHeader:
     added: list[TensorHeader]
     removed: tuple[str, ...]
     layout: dict[str, Any] | None = None
+    values_digest: str = ""
 
     @property
     def num_changed(self) -> int:
@@ -123,6 +124,8 @@ class PatchHeader:
         }
         if self.layout is not None:
             content["layout"] = self.layout
+        if self.values_digest:
+            content["values_digest"] = self.values_digest
         try:
             return json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -154,7 +157,7 @@ class PatchHeader:
             "added",
             "removed",
         }
-        if set(content) - {"layout"} != needed:
+        if set(content) - {"layout", "values_digest"} != needed:
             raise PatchFormatError(f"patch header: fields {sorted(set(content) ^ needed)!r:.200} missing or unknown")
         if content["profile"] not in PROFILES:
             raise PatchFormatError(f"patch header: profile {content['profile']!r:.60}, expected one of {PROFILES}")
@@ -165,6 +168,13 @@ class PatchHeader:
         for name in ("base_digest", "digest"):
             if not isinstance(content[name], str) or not _DIGEST.match(content[name]):
                 raise PatchFormatError(f"patch header: {name} is {content[name]!r:.60}, expected 32 hexadecimal digits")
+        values_digest = content.get("values_digest", "")
+        if "values_digest" in content and (
+            not isinstance(values_digest, str) or not values_digest or not _DIGEST.match(values_digest)
+        ):
+            raise PatchFormatError(
+                f"patch header: values_digest is {values_digest!r:.60}, expected 32 hexadecimal digits"
+            )
         for name in ("tensors", "added", "removed"):
             if not isinstance(content[name], list):
                 raise PatchFormatError(f"patch header: {name} is {content[name]!r:.60}, expected a list")
@@ -185,7 +195,7 @@ class PatchHeader:
             seen.add(name)
         versions = content["base_version"], content["version"]
         digests = content["base_digest"], content["digest"]
-        return cls(content["profile"], *versions, *digests, tensors, added, tuple(removed), layout)
+        return cls(content["profile"], *versions, *digests, tensors, added, tuple(removed), layout, values_digest)
 
 
 def name_problem(name: str) -> str | None:

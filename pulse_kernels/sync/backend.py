@@ -46,8 +46,9 @@ class Backend(Protocol):
     def size(self, key: str) -> int:
         """Bytes of an object."""
 
-    def list(self, prefix: str) -> Iterable[Entry]:
-        """All objects below the folder `prefix`, in any order; "" is the whole store."""
+    def list(self, prefix: str, after: str = "") -> Iterable[Entry]:
+        """All objects below the folder `prefix`, in any order; "" is the whole store. after: a key; only those that
+        come behind it as text."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; those that are not there are fine."""
@@ -228,9 +229,9 @@ class ObstoreBackend:
             return int(self._obstore.head(self.store, key)["size"])
         raise NotFound(f"there is no {key!r}")
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
         claim_process()
-        for page in self._obstore.list(self.store, prefix or None, chunk_size=1000):
+        for page in self._obstore.list(self.store, prefix or None, offset=after or None, chunk_size=1000):
             for item in page:
                 if self._is_inside(item["path"]):
                     yield Entry(item["path"], item["size"])

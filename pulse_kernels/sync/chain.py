@@ -12,6 +12,7 @@ from pulse_kernels.errors import ChainError, PulseError, TrustError
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, version_of
 from pulse_kernels.sync.store import NotFound, Store
 
+_EIGHT_DIGITS = 10**8 - 1  # up to here keys of versions are in order as text
 _AHEAD = 4  # versions whose parts are fetched at once
 _ANCHORS = 3  # to consider: the nearest, and those before it should that be damaged
 _CACHED_BYTES = 64 << 20  # of manifests; one is never changed, so a copy stays true
@@ -69,8 +70,14 @@ class Chain:
         found = (version_of(entry.key) for entry in self.store.list("manifests"))
         return sorted(version for version in found if version is not None)
 
-    def newest(self) -> int | None:
-        """The version committed last, None in an empty store."""
+    def newest(self, known: int | None = None) -> int | None:
+        """The version committed last, None in an empty store. known: a version that was there: only it and those above
+        are listed, unless it is gone."""
+        if known is not None and 0 < known < _EIGHT_DIGITS:
+            behind = self.store.list("manifests", after=manifest_key(known - 1))
+            found = [version for entry in behind if (version := version_of(entry.key)) is not None]
+            if found:
+                return max(found)
         versions = self.versions()
         return versions[-1] if versions else None
 

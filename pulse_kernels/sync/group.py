@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pulse_kernels import codec
-from pulse_kernels.errors import ChainError, GroupError
+from pulse_kernels.errors import ChainError, GroupError, VerificationError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.agreement import (
@@ -169,6 +169,7 @@ class GroupPublisher(_Member):
             return _Offer(change, digests, None, change.note)
         # Receivers that are ahead may raise the version: the record has it.
         change.patch.base_version = change.patch.version = None
+        change.patch.values_digest = change.patch.digest_of_values()
         data = change.patch.to_bytes(self._profile)
         phases.end("encode")
         if len(data) < self._source.dense_bytes:
@@ -317,7 +318,11 @@ class GroupSubscriber(_Member):
                 f"the patch leads from digest {header.base_digest} to {header.digest}, the trainer announced {held} to "
                 f"{trainer.digest}; it was damaged on its way"
             )
-        patch = Patch.from_bytes(data, self._receiver.weights(), current_digest=held)
+        try:
+            patch = Patch.from_bytes(data, self._receiver.weights(), current_digest=held)
+        except VerificationError:
+            self._receiver.distrust()
+            raise
         return self._receiver.stage_patch(patch, version, {})
 
     def _staged_state(self, state: dict[str, Tensor], trainer: Record, version: int) -> Staged:

@@ -152,6 +152,7 @@ class Publisher:
         self._check_ahead()
         number = next_version(self.version, version)
         self._write_owed()
+        phases.end("check")
         change = self._source.change(number)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
             self._source.distrust("the publisher was interrupted while it recorded what was sent")
@@ -230,7 +231,7 @@ class Publisher:
 
     def _check_ahead(self) -> None:
         """Whoever committed a version above ours has taken over, under whatever number."""
-        newest = self.chain.newest()
+        newest = self.chain.newest(self.version)
         if newest is not None and newest > (-1 if self._head is None else self._head.version):
             self._fence(newest)
 
@@ -288,6 +289,7 @@ class Publisher:
         return _Job(version, change, named, digests, note, phases, encoded)
 
     def _encode(self, patch: Patch, phases: Phases) -> bytes:
+        patch.values_digest = patch.digest_of_values()
         builder = codec.build(patch, self._profile, None)
         phases.end("pack")
         data = b"".join(builder.chunks())

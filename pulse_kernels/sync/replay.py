@@ -93,9 +93,8 @@ def state_along(chain: Chain, route: Route, phases: Phases) -> dict[str, Tensor]
 
 def advance(state: dict[str, Tensor], digest: str, manifest: Manifest, parts: Sequence[memoryview]) -> str:
     """Bring ``state``, which has ``digest``, to the version of ``manifest`` in place; returns the new digest."""
-    patch = decoded(manifest, parts, state, digest, None)
     try:
-        return patch.apply_(state, current_digest=digest)
+        return decoded(manifest, parts, state, digest, None).apply_(state, current_digest=digest)
     except (VerificationError, BaseMismatchError, IndexError) as error:
         raise ChainError(f"version {manifest.version}: {error}") from error
 

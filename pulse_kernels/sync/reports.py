@@ -20,9 +20,9 @@ class _Report:
 
 @dataclass(frozen=True)
 class PublishReport(_Report):
-    """A version sent. seconds: by phase: gate (find the changes), digest (of whole states, with anchors), pack (code
-    indices and values), encode (container and BLAKE3), anchor (read, hash and send the whole state), upload (of the
-    patch), commit (the manifest).
+    """A version sent. seconds: by phase: check (does anybody else publish), gate (find the changes), digest (of whole
+    states, with anchors), pack (code indices and values), encode (container and BLAKE3), anchor (read, hash, send the
+    whole state), upload (of the patch), commit (the manifest), prune (retention).
 
     kind: "anchor" or "patch". payload_bytes: what a follower fetches, the patch or else the anchor. ratio:
     dense_bytes / payload_bytes. folded: changes of how many calls are in it. committed: False where the upload still

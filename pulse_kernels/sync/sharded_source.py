@@ -123,6 +123,7 @@ class ShardedSource:
             phases.end("gate")
             if not sweep or self.measure() == lanes:
                 phases.end("digest")
+                part.values_digest = part.digest_of_values()
                 data = part.to_bytes(self._profile)
                 phases.end("encode")
                 return Offer(change, lanes, change.patch.digest, data, part.num_changed)

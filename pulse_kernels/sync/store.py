@@ -188,9 +188,10 @@ class Store:
             return False
         return True
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        """All objects below the folder ``prefix``, by key; those whose keys no chain could have are left out."""
-        found = self._try("list", prefix, lambda: list(self.backend.list(prefix)), checked=prefix != "")
+    def list(self, prefix: str = "", after: str = "") -> list[Entry]:
+        """All objects below the folder ``prefix``, by key; those whose keys no chain could have are left out. after: a
+        key; only those behind it, which a store with many looks up quickly."""
+        found = self._try("list", prefix, lambda: list(self.backend.list(prefix, after)), checked=prefix != "")
         return sorted(entry for entry in found if KEY.match(entry.key) and len(entry.key) <= MAX_KEY_CHARS)
 
     # ---- the rest -------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Subscriber:
 
     def latest(self) -> int | None:
         """The newest version in the store, None while there is none. ChainError where the store has gone back."""
-        newest = self.chain.newest()
+        newest = self.chain.newest(self._newest_seen)
         if (-1 if newest is None else newest) < self._newest_seen:
             raise ChainError(
                 f"the newest version in {self.store.describe()} is {newest}, but version {self._newest_seen} was seen "
@@ -186,7 +186,10 @@ class Subscriber:
             try:
                 self._receiver.apply(ready.staged, phases, sweep=self._full)
             except VerificationError as error:
-                self._blame(ready, digest, error)
+                if ready.staged.from_anchor:  # its digest was checked before
+                    self._receiver.distrust()
+                else:
+                    self._blame(ready.staged, (before, digest), error)
                 raise
             self._doubted = None
             self._unsaved += 1
@@ -320,18 +323,19 @@ class Subscriber:
             self.chain.let_go(known)
             raise
 
-    def _blame(self, ready: _Ready, digest: str | None, error: VerificationError) -> None:
-        """After an apply that came out wrong: ChainError where the weights are the held version's still, to the bit, so
-        that it is the patch that lies; from an anchor its digest was checked before."""
-        if ready.staged.from_anchor or self._receiver.measure() != digest:
+    def _blame(self, want: Staged | Manifest, held: tuple[int | None, str | None], error: VerificationError) -> None:
+        """After a patch that came out wrong: ChainError where the weights are those of ``held``, a version and its
+        digest, to the bit, so that it is the patch that lies; else something wrote them, and their version is unknown.
+        """
+        version, digest = held
+        if self._receiver.measure() != digest:
             self._receiver.distrust()
             return
-        held = ready.report.from_version
-        self._receiver.version, self._doubted = held, held
+        self._receiver.version = self._doubted = version
         self.chain.let_go(self.chain.id)
         raise ChainError(
-            f"version {ready.report.version}: its patch does not lead to its digest, {ready.staged.digest}; the "
-            f"weights are at version {held}, untouched. Run `pulse-kernels fsck`; the next anchor mends the chain"
+            f"version {want.version}: its patch does not lead to its digest, {want.digest}; the weights are at version "
+            f"{version}, untouched. Run `pulse-kernels fsck`; the next anchor mends the chain"
         ) from error
 
     def _locate(self, want: int) -> None:
@@ -381,7 +385,11 @@ class Subscriber:
         want = manifests[-1]
         check_sizes(self._receiver.weights(), manifests)
         if route.anchor is None:
-            patch = self._fold(route.patches, phases)
+            try:
+                patch = self._fold(route.patches, phases)
+            except VerificationError as error:
+                self._blame(want, (self._receiver.version, self._receiver.digest), error)
+                raise
             staged = self._receiver.stage_patch(patch, want.version, want.tensor_digests)
         else:
             state = state_along(self.chain, route, phases)

@@ -219,10 +219,10 @@ def test_a_store_out_of_reach_is_tried_again(
         run(capsys, "publish", live, store)
     original, outages, pauses = Store.list, iter(["down"] * 3), []
 
-    def list_(self: Store, prefix: str) -> object:
+    def list_(self: Store, prefix: str, after: str = "") -> object:
         if next(outages, None):
             raise StoreError("the store is down")
-        return original(self, prefix)
+        return original(self, prefix, after)
 
     def sleep(seconds: float) -> None:
         pauses.append(round(seconds, 3))

@@ -65,8 +65,8 @@ class FaultyBackend:
     def size(self, key: str) -> int:
         return int(self._call("size", key, lambda: self.inner.size(key)))
 
-    def list(self, prefix: str) -> Iterable[Entry]:
-        return list(self._call("list", prefix, lambda: list(self.inner.list(prefix))))
+    def list(self, prefix: str, after: str = "") -> Iterable[Entry]:
+        return list(self._call("list", prefix, lambda: list(self.inner.list(prefix, after))))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._call("delete", keys[0] if keys else "", lambda: self.inner.delete(keys))

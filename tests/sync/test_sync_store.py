@@ -52,6 +52,9 @@ def test_objects_come_back(store: Store) -> None:
     assert not store.exists("a/c")
     assert store.list("a") == [Entry("a/b", 4), Entry("a/empty", 0)]
     assert store.list("b") == []
+    assert store.list("a", after="a/b") == [Entry("a/empty", 0)]
+    assert store.list("a", after="a/a") == [Entry("a/b", 4), Entry("a/empty", 0)]
+    assert store.list("a", after="a/empty") == []
     store.delete(["a/b", "a/never", "a/empty"])
     assert store.list() == []
 
