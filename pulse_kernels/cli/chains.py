@@ -28,8 +28,9 @@ def add_commands(commands: Any) -> None:
     fsck.add_argument("store", metavar="STORE", help=_STORE)
     fsck.add_argument("--trust", nargs="+", action="extend", metavar="KEY",
                       help="public keys (hexadecimal, or PEM files), one of which must have signed")  # fmt: skip
-    fsck.add_argument("--shallow", action="store_true", help="manifests and sizes only; parts are not read")
-    fsck.add_argument("--repair", action="store_true", help="write the indexes of anchors that lack theirs")
+    depth = fsck.add_mutually_exclusive_group()
+    depth.add_argument("--shallow", action="store_true", help="manifests and sizes only; parts are not read")
+    depth.add_argument("--repair", action="store_true", help="write the indexes of anchors that lack theirs")
 
     prune = command(commands, "prune", _prune, "remove old versions from STORE, and what interrupted publishers left")
     prune.add_argument("store", metavar="STORE", help=_STORE)
@@ -57,6 +58,7 @@ def _open(place: str) -> Store:
 
 def _log(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from pulse_kernels.sync.chain import Chain
+    from pulse_kernels.sync.store import NotFound
 
     with _open(arguments.store) as store:
         chain = Chain(store)
@@ -66,6 +68,8 @@ def _log(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         for version in shown:
             try:
                 manifest = chain.manifest(version)
+            except NotFound:  # removed since the listing
+                continue
             except ChainError as error:
                 rows.append({"version": version, "error": str(error)})
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -100,8 +101,9 @@ def fsck(store: Store, *, trust: frozenset[bytes] | None = None, deep: bool = Tr
     """Read everything in ``store`` and report what is wrong with it; one damaged version does not hide the next.
 
     trust: raw public keys that must have signed. deep=False reads manifests and looks up the sizes of parts only.
-    repair: write the indexes of anchors that lack theirs; nothing else is ever written. Memory: two states, and the
-    parts of one version. Raises StoreError where the store cannot be read.
+    repair: write the indexes of sound anchors that lack theirs, which needs deep; nothing else is ever written, and
+    nothing is replaced. Memory: two states, and the parts of one version. Raises StoreError where the store cannot be
+    read.
     """
     return _Walk(store, trust, deep, repair).run()
 
@@ -121,10 +123,10 @@ class _Walk:
             manifest = manifests[version]
             sound = self._check_links(manifest, manifests)
             parts = self._fetch_all(manifest)
-            self._check_index(manifest, parts)
+            anchor = self._anchor(manifest, parts)
+            self._check_index(manifest, parts, sound=anchor is not None)
             if not self.deep:
                 continue
-            anchor = self._anchor(manifest, parts)
             base = state if at is not None and at == manifest.base_version else None
             if base is None and manifest.patch and sound:
                 base = self._rebuilt(manifest.base_version)
@@ -166,11 +168,12 @@ class _Walk:
                     self._add("signature", version, key, error)
                     continue
             found[version] = manifest
-        if found:
-            self.chain.id = found[max(found)].chain
+        # Of several chains the one that most versions belong to: one foreign manifest does not hide the others.
+        counts = Counter(found[version].chain for version in sorted(found))
+        self.chain.id = max(counts, key=counts.__getitem__, default=None)
         for version in sorted(found):
             if found[version].chain != self.chain.id:
-                message = f"chain {found[version].chain}, the newest version is of {self.chain.id}"
+                message = f"chain {found[version].chain}, most versions are of {self.chain.id}"
                 self._add("foreign-chain", version, manifest_key(version), message)
                 del found[version]
         return found
@@ -235,10 +238,13 @@ class _Walk:
         state: State = {}
         for part in manifest.anchor:
             try:
-                state.update(tensors_in(parts[part.key], part.key))
+                tensors = tensors_in(parts[part.key], part.key)
+                if both := state.keys() & tensors.keys():
+                    raise CheckpointError(f"{part.key}: {min(both)!r:.200} is in another file of the anchor, too")
             except CheckpointError as error:
                 self._add("part-undecodable", manifest.version, part.key, error)
                 return None
+            state.update(tensors)
         if not self._has_digests(manifest, state, "anchor-digest", "anchor-digest"):
             return None
         self.report.anchors += 1
@@ -284,7 +290,7 @@ class _Walk:
 
     def _rebuilt(self, version: int | None) -> State | None:
         """The state of a version that is not the one just walked; None where it cannot be had."""
-        if version is None:
+        if version is None or version in self.report.unverified:
             return None
         try:
             return state_at(self.chain, version)
@@ -293,7 +299,8 @@ class _Walk:
 
     # ---- what is around them --------------------------------------------------------------------------------------
 
-    def _check_index(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
+    def _check_index(self, manifest: Manifest, parts: Mapping[str, memoryview], *, sound: bool) -> None:
+        """sound: whether the anchor was found to hold what it should, without which no index is written for it."""
         if not manifest.anchor:
             return
         key = f"{anchor_folder(manifest.version)}/{INDEX_FILE}"
@@ -306,20 +313,19 @@ class _Walk:
             }
         if key not in self.sizes:
             self._add("index-missing", manifest.version, key, "the anchor has no index")
-        else:
-            try:
-                document = parse_json(self.store.read(key, MAX_MANIFEST_BYTES), key)
-                found: dict[str, str] = document["weight_map"]
-                files = set(found.values())
-            except (ChainError, CheckpointError, NotFound, KeyError, AttributeError, TypeError) as error:
-                self._add("index-wrong", manifest.version, key, f"it cannot be read: {error}")
-            else:
-                named = {part.key.rpartition("/")[2] for part in manifest.anchor}
-                if found == expected or (expected is None and files <= named):
-                    return
-                self._add("index-wrong", manifest.version, key, "it names other files or tensors than the anchor has")
-        if self.repair and expected is not None:
-            self._write_index(manifest, parts, key)
+            if self.repair and sound:
+                self._write_index(manifest, parts, key)
+            return
+        try:
+            document = parse_json(self.store.read(key, MAX_MANIFEST_BYTES), key)
+            found: dict[str, str] = document["weight_map"]
+            files = set(found.values())
+        except (ChainError, CheckpointError, NotFound, KeyError, AttributeError, TypeError) as error:
+            self._add("index-wrong", manifest.version, key, f"it cannot be read: {error}")
+            return
+        named = {part.key.rpartition("/")[2] for part in manifest.anchor}
+        if found != expected and not (expected is None and files <= named):
+            self._add("index-wrong", manifest.version, key, "it names other files or tensors than the anchor has")
 
     def _write_index(self, manifest: Manifest, parts: Mapping[str, memoryview], key: str) -> None:
         files = tuple(

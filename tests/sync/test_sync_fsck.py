@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from obstore.store import MemoryStore
+from safetensors.torch import save
 from sync_models import Trainer, assert_same_bits
 
 from pulse_kernels import Patch, StateDigest
@@ -91,8 +93,6 @@ def swapped_digests(store: Store) -> str:
 
 
 def other_anchor(store: Store) -> str:
-    from safetensors.torch import save
-
     state = {name: tensor.clone() for name, tensor in state_at(Chain(store), 3).items()}
     state["layer.0.bias"][7] += 1
     put_part(store, 3, save(state), "anchor")
@@ -236,6 +236,53 @@ def test_repair_writes_the_index_and_nothing_else(store: Store) -> None:
     assert [problem.kind for problem in fsck(store).problems] == ["part-size"]
 
 
+def test_repair_replaces_no_index_and_writes_none_for_damaged_anchors(store: Store) -> None:
+    wrong_index(store)
+    other = f"{anchor_folder(6)}/model.safetensors.index.json"
+    drop(store, other)
+    put_part(store, 6, save({"scale": torch.zeros(3)}), "anchor")
+    before = store.read(INDEX, 1 << 24)
+    report = fsck(store, repair=True)
+    assert {"index-wrong", "index-missing", "anchor-digest"} <= {problem.kind for problem in report.problems}
+    assert report.repaired == []
+    assert store.read(INDEX, 1 << 24) == before
+    assert not store.exists(other)
+
+
+def test_a_foreign_newest_manifest_does_not_hide_the_chain(store: Store) -> None:
+    changed(store, 6, chain="0" * 32)
+    report = fsck(store)
+    damaged = [(problem.kind, problem.version) for problem in report.problems if problem.kind != "orphan"]
+    assert damaged[0] == ("foreign-chain", 6)
+    assert all(version == 6 for _, version in damaged)
+    assert (report.anchors, report.patches) == (2, 5)
+
+
+def test_a_tensor_in_two_files_of_an_anchor_is_found(store: Store) -> None:
+    from blake3 import blake3
+
+    part = manifest_of(store, 3).anchor[0]
+    data = store.read(part.key, 1 << 24)
+    again = f"{anchor_folder(3)}/model-again.safetensors"
+    store.put(again, data)
+    rewrite(store, 3, anchor=(part, Part(again, len(data), blake3(data).hexdigest())))
+    assert ("part-undecodable", 3, again) in [(p.kind, p.version, p.key) for p in fsck(store).problems]
+
+
+def test_versions_behind_a_damaged_one_are_not_rebuilt_again_and_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(store, part_key(store, 1), -1)
+    read: list[str] = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key, size: read.append(key) or get(key, size))
+    report = fsck(store)
+    assert len(read) == len(set(read))
+    assert report.unverified == [1, 2]
+    assert [(problem.kind, problem.version) for problem in report.problems] == [("part-hash", 1)]
+    assert (report.anchors, report.patches) == (3, 3)  # 3 has its anchor; 4, 5 and 6 follow from it
+
+
 # ---- rebuilding ------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +291,11 @@ def test_any_version_can_be_rebuilt(store: Store) -> None:
     for version in range(7):
         state = state_at(chain, version)
         assert StateDigest.of(state).hexdigest() == manifest_of(store, version).digest
+
+
+def test_a_version_is_rebuilt_from_an_earlier_anchor_where_the_nearest_is_damaged(store: Store) -> None:
+    flip(store, part_key(store, 3, "anchor"), -1)
+    assert StateDigest.of(state_at(Chain(store), 4)).hexdigest() == manifest_of(store, 4).digest
 
 
 @pytest.mark.parametrize(("base", "version"), [(0, 1), (0, 6), (2, 5), (4, 6)])
