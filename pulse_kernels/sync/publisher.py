@@ -140,22 +140,26 @@ class Publisher:
         version: its number, above all before; by default one more than the last. Returns once the version can be
         fetched; asynchronous: once the weights may change, with ``committed`` False.
 
+        With masters the weights are cast first, whatever becomes of sending them, so that training goes on with them.
+
         Raises NonFiniteError (the weights are as they were), StoreError (nothing was committed, nothing is lost: what
         changed goes with the next call), ConflictError (another publisher took over; this one is of no use any more).
         Asynchronous: the error of the upload before, once.
         """
-        self.wait()
+        self._join_worker()
         phases = Phases(time.perf_counter)
+        self._number(version)  # a wrong one is told before anything happens
+        self._source.cast()
+        phases.end("gate")
+        self._raise_failure()
         if self._fenced:
             raise ConflictError(self._fenced)
         self._resolve_attempts()
         self._check_ahead()
-        # What was tried under a higher number may come to exist yet.
-        tried = max((attempt.version - 1 for attempt in self._attempts), default=-1)
-        number = next_version(self.version if tried < 0 else max(tried, self.version or 0), version)
+        number = self._number(version)
         self._write_owed()
         phases.end("check")
-        change = self._source.change(number)
+        change = self._source.change(number, cast=False)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
             self._source.distrust("the publisher was interrupted while it recorded what was sent")
             change = self._source.change(number)
@@ -177,6 +181,12 @@ class Publisher:
 
     def wait(self) -> PublishReport | None:
         """Wait for the upload that runs; its report, or None where none ran. Raises what it failed with, once."""
+        self._join_worker()
+        self._raise_failure()
+        report, self._last = self._last, None
+        return report
+
+    def _join_worker(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             try:
@@ -184,11 +194,17 @@ class Publisher:
             except BaseException:
                 self._worker = worker
                 raise
+
+    def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        report, self._last = self._last, None
-        return report
+
+    def _number(self, version: int | None) -> int:
+        """What the next version is called. TypeError, ValueError for what it cannot be."""
+        # What was tried under a higher number may come to exist yet.
+        tried = max((attempt.version - 1 for attempt in self._attempts), default=-1)
+        return next_version(self.version if tried < 0 else max(tried, self.version or 0), version)
 
     def close(self) -> None:
         """Wait for the upload that runs, and let go of the store's connections."""

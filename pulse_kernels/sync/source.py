@@ -101,22 +101,41 @@ class Source:
         self._sure, self._why = False, why
         self._pending.clear()
 
-    def change(self, version: int) -> Change:
-        """What turned the version receivers have into the weights as they are; with masters these are cast first.
+    def cast(self, version: int | None = None) -> None:
+        """Make the weights their masters, cast, and keep what that changed; nothing without masters.
 
         Raises NonFiniteError, the weights being as they were before the call.
         """
+        if self._masters is None:
+            return
         named = self._checked()
-        if self._sure and self._masters is not None and not self._untouched(named):
+        if self._sure and not self._untouched(named):
             self.distrust("the weights were changed by others than the publisher")
-        if not self._sure:
-            return self._whole(named)
-        if self._masters is not None:
-            patch = self._gate(named, version)
-            self._pending.append(patch)
+        if self._sure:
+            self._pending.append(self._gate(named, version))
         else:
-            patch = self._diff(named, version)
-        patches = self._pending if self._masters is not None else [patch]
+            self._cast_whole(named)
+
+    def change(self, version: int | None = None, *, cast: bool = True) -> Change:
+        """What turned the version receivers have into the weights as they are; with masters these are cast first,
+        unless ``cast`` is False because they were.
+
+        Raises NonFiniteError, the weights being as they were before the call.
+        """
+        if self._masters is not None:
+            if cast or (self._sure and not self._pending):
+                self.cast(version)
+            if not self._sure:
+                return Change(None, 0, self._why)
+            patches = self._pending
+        else:
+            named = self._checked()
+            if not self._sure:
+                if self._finite:
+                    for name, tensor in named.items():
+                        _check_finite(name, tensor)
+                return Change(None, 0, self._why)
+            patches = [self._diff(named, version)]
         folded = patches[0] if len(patches) == 1 else Patch.fold(patches)
         return Change(folded, len(patches), folded=len(patches))
 
@@ -178,7 +197,7 @@ class Source:
         self._places = _places(named)
         return True
 
-    def _gate(self, named: dict[str, Tensor], version: int) -> Patch:
+    def _gate(self, named: dict[str, Tensor], version: int | None) -> Patch:
         masters = self._masters_now()
         base = StateDigest.sum(self._digests.values()).hexdigest()
         self._sure = False  # until it is done: there is no undo log, the masters make the weights right anyway
@@ -197,7 +216,7 @@ class Source:
             raise NonFiniteError(found)
         return patch
 
-    def _diff(self, named: dict[str, Tensor], version: int) -> Patch:
+    def _diff(self, named: dict[str, Tensor], version: int | None) -> Patch:
         assert self._snapshot is not None
         base = StateDigest.sum(self._digests.values()).hexdigest()
         patch = Patch.diff(self._snapshot, named, version=version, base_digest=base)
@@ -205,20 +224,15 @@ class Source:
             raise NonFiniteError(found)
         return patch
 
-    def _whole(self, named: dict[str, Tensor]) -> Change:
+    def _cast_whole(self, named: dict[str, Tensor]) -> None:
+        """Cast where it does not matter what that changes."""
         self._pending.clear()
-        if self._masters is None:
-            if self._finite:
-                for name, tensor in named.items():
-                    _check_finite(name, tensor)
-            return Change(None, 0, self._why)
         masters = self._masters_now()
         if self._finite:
             for name, weight in named.items():
                 _check_finite(name, masters[name], weight.dtype)
         for name, weight in named.items():
             ops.gate_compact(masters[name], weight, update=True)
-        return Change(None, 0, self._why)
 
     def _settle(self, digests: dict[str, StateDigest]) -> None:
         """The weights as they are now are what receivers have."""
