@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
@@ -97,6 +98,18 @@ class Chain:
             self._cache[version] = manifest, len(data)
             self._cached_bytes += len(data)
         return manifest
+
+    def require_unsigned(self, version: int) -> None:
+        """TrustError where the manifest of ``version`` is signed: unsigned versions after it would end the trust of all
+        who follow."""
+        data = self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
+        Manifest.from_bytes(data, version=version, chain=self.id)
+        if "signature" in json.loads(data):
+            raise TrustError(
+                f"version {version} in {self.store.describe()} is signed, and this publisher has no key: subscribers "
+                "that trust the one it was signed with would refuse all that follows. Pass signer=..., or use another "
+                "prefix for a chain of its own"
+            )
 
     def forget(self, version: int) -> None:
         """Read the manifest of ``version`` anew next time."""

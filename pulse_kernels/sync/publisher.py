@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pulse_kernels import codec
-from pulse_kernels.errors import ChainError, ConflictError, PulseError, StoreError
+from pulse_kernels.errors import ConflictError, PulseError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
@@ -26,7 +26,7 @@ from pulse_kernels.sync.reports import Phases, PublishReport
 from pulse_kernels.sync.retention import check_retention, prune
 from pulse_kernels.sync.signing import signer_from, trusted_keys
 from pulse_kernels.sync.source import Change, Source
-from pulse_kernels.sync.store import AlreadyExists, NotFound, StoreLike, open_store
+from pulse_kernels.sync.store import AlreadyExists, Full, NotFound, StoreLike, open_store
 
 _WORTH_A_LOOK = 1 / 4  # density from which a patch may be no smaller than the state
 
@@ -71,15 +71,16 @@ class Publisher:
     "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see ``signer_from``.
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
-    keep_patches: retention, applied after every anchor, see ``prune``; None keeps all. on_report: called with every
-    committed version's report.
+    keep_patches: retention, applied after every anchor, see ``prune``; None keeps all; where it fails, the report's
+    note says so. on_report: called with every committed version's report; what it raises comes out of ``publish``
+    (asynchronous: of the call after it), but the version is committed and the next call goes on from it.
     shard_bytes: size of an anchor's files. aux_files: folder of what else belongs to the model (config, tokenizer),
     which is sent with every anchor, see aux_files.py; an attribute, too.
 
     One publisher at a time owns a chain. A second one that commits makes the first raise ConflictError for good.
 
-    Raises StoreError (the store cannot be read), ChainError, TrustError (what is there cannot be continued),
-    ValueError, TypeError (arguments).
+    Raises StoreError (the store cannot be read), ChainError, TrustError (what is there cannot be continued: the newest
+    version is signed by another key, or by any where no signer was given), ValueError, TypeError (arguments).
     """
 
     def __init__(
@@ -234,6 +235,8 @@ class Publisher:
             self.chain.id = secrets.token_hex(16)
             return
         self._head = self.chain.manifest(newest)
+        if self._signer is None:
+            self.chain.require_unsigned(newest)
         self._source.resume(self._head.digest)
         self._since_anchor = self.chain.since_anchor(self._head, self._anchor_every)
 
@@ -415,6 +418,11 @@ class Publisher:
                     f"version {attempt.version} was committed by an earlier call whose answer was lost; what changed "
                     "since is not lost: publish again"
                 ) from None
+        except Full:
+            if self._committed(attempt.version) is None:  # surely refused: its parts only make the disk fuller
+                self._attempts.pop()
+                self._discard([part.key for part in (*attempt.parts, *attempt.manifest.anchor)])
+            raise
         else:
             self._adopt(attempt)
         phases.end("commit")
@@ -425,18 +433,18 @@ class Publisher:
         if attempt.anchor is not None:
             try:
                 self._write_owed()
-            except StoreError as error:
-                note = f"{note}; " * bool(note) + f"the anchor's index waits for the next call ({error})"
+            except Exception as error:
+                note = f"{note}; " * bool(note) + f"the anchor's index waits for the next call ({_said(error)})"
             phases.end("anchor")
             if self._keep != (None, None):
                 try:
                     prune(self.chain, keep_anchors=self._keep[0], keep_patches=self._keep[1])
-                except (StoreError, ChainError) as error:
-                    note = f"{note}; " * bool(note) + f"old versions were not removed ({error})"
+                except Exception as error:
+                    note = f"{note}; " * bool(note) + f"old versions were not removed ({_said(error)})"
                 phases.end("prune")
         report = replace(attempt.report, note=note, seconds=dict(phases.seconds))
         if self._on_report is not None:
-            self._on_report(report)
+            self._on_report(report)  # last: what it raises comes out, and finds all else settled
         return report
 
     def _write_owed(self) -> None:
@@ -471,3 +479,8 @@ class Publisher:
             note=job.note,
             seconds=dict(job.phases.seconds),
         )
+
+
+def _said(error: Exception) -> str:
+    """What an error says, with its name where that says nothing, as MemoryError's."""
+    return str(error) or type(error).__name__

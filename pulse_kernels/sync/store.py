@@ -36,6 +36,10 @@ MAX_KEY_CHARS = 512
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
+class Full(StoreError):
+    """A disk or quota is full: whether a write took effect can be read back at once, nothing of it is under way."""
+
+
 class _FromCaller(BaseException):
     """What an iterator of the caller's raised, carried past the retries; never leaves this module."""
 
@@ -251,15 +255,16 @@ class Store:
             failed, tries = error, ""
         # Raised out here, so that no traceback shows obstore's text, which may hold credentials.
         why = redact.text(str(failed), self._secrets) or type(failed).__name__
+        kind = StoreError
         if is_full(failed):
-            fix = "free some space"
+            kind, fix = Full, "free some space"
         elif type(failed).__name__ == "NotSupportedError" and what == "create":
             fix = "this kind of store cannot write only where nothing is: it can be followed, not published to"
         elif tries:
             fix = "check that the store can be reached; nothing was lost, try again"
         else:
             fix = "check its address, credentials and permissions"
-        raise StoreError(f"{self._name}: cannot {what} {key or 'the store'}{tries}: {why}; {fix}")
+        raise kind(f"{self._name}: cannot {what} {key or 'the store'}{tries}: {why}; {fix}")
 
 
 def _wrong_size(key: str, found: int, expected: int, *, at_least: bool = False) -> str:
@@ -382,4 +387,4 @@ def _plain_environment() -> bool:
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in switches)
 
 
-__all__ = ["AlreadyExists", "Entry", "NotFound", "Store", "StoreLike", "open_store"]
+__all__ = ["AlreadyExists", "Entry", "Full", "NotFound", "Store", "StoreLike", "open_store"]

@@ -14,11 +14,12 @@ from sync_models import assert_same_bits, blank
 from sync_ranks import Died, Ranks
 from torch import Tensor
 
-from pulse_kernels import ConflictError, StateDigest, StoreError
+from pulse_kernels import ConflictError, PulseError, StateDigest, StoreError
 from pulse_kernels.checkpoint import Checkpoint
 from pulse_kernels.sync import Publisher, Shard, ShardedPublisher, Subscriber
 from pulse_kernels.sync.aux_files import fetch_aux
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.signing import generate_key
 from pulse_kernels.sync.store import Store, open_store
 
 ROWS, COLUMNS, BLOCKS, COPIES, STAGES = "rows.weight", "columns.weight", "blocks.weight", "norm.weight", "stage"
@@ -380,3 +381,20 @@ def with_dtensors(rank: int, folder: Path) -> None:
 
 def test_dtensors_know_their_boxes(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(with_dtensors, tmp_path, world=2)
+
+
+def joining(rank: int, store: str) -> tuple[str, str]:
+    model = Model(rank, 2, masters=True)
+    try:
+        ShardedPublisher(store, model.weights, masters=model.masters, shards=model.shards)
+    except PulseError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_signed_chain_is_not_continued_without_a_signer(ranks: Ranks, tmp_path: Path) -> None:
+    private, _ = generate_key()
+    Publisher(tmp_path / "run", {"w": torch.ones(3)}, signer=private).publish()
+    said = ranks.run(joining, str(tmp_path / "run"), world=2)
+    assert [kind for kind, _ in said] == ["TrustError", "GroupError"]
+    assert all("version 0" in words and "Pass signer=..." in words for _, words in said)
