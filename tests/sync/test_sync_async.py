@@ -1,0 +1,140 @@
+"""Asynchronous publishing: one upload in flight, errors told once, nothing lost, weights free at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from faults import Fault, FaultyBackend, Outage
+from obstore.store import MemoryStore
+from sync_models import Trainer, assert_same_bits, blank
+
+from pulse_kernels import StoreError
+from pulse_kernels.sync import Publisher, Store, Subscriber
+from pulse_kernels.sync.backend import ObstoreBackend
+from pulse_kernels.sync.retries import Retries
+
+
+class Gate:
+    """A store whose uploads wait until they are let through, or fail."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore()
+        self.open, self.reached = threading.Event(), threading.Semaphore(0)
+        self.open.set()
+        self.down = False
+        self.running = self.most = 0
+        backend = FaultyBackend(ObstoreBackend(self.memory), self._plan)
+        self.store = Store(backend, "memory://", retries=Retries(attempts=1))
+
+    def _plan(self, number: int, name: str, key: str) -> Fault | None:
+        if not key.startswith("patches/") or name != "put":
+            return None
+        return Fault(before=Outage("down") if self.down else None, run=self._wait)
+
+    def _wait(self) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.reached.release()
+        assert self.open.wait(30)
+        self.running -= 1
+
+
+@pytest.fixture(params=[True, False], ids=["masters", "snapshot"])
+def setting(request: pytest.FixtureRequest) -> tuple[Gate, Trainer, Publisher]:
+    gate, trainer = Gate(), Trainer(masters=request.param, seed=4)
+    publisher = Publisher(gate.store, trainer.weights, masters=trainer.masters, asynchronous=True, anchor_every=100)
+    assert publisher.publish().committed  # an anchor is read from the weights: it is there when the call returns
+    return gate, trainer, publisher
+
+
+Setting = tuple[Gate, Trainer, Publisher]
+
+
+def test_one_upload_runs_and_the_next_call_waits_for_it(setting: Setting) -> None:
+    gate, trainer, publisher = setting
+    gate.open.clear()
+    trainer.step()
+    report = publisher.publish()
+    assert (report.version, report.committed) == (1, False)
+    assert gate.reached.acquire(timeout=30)
+    assert publisher.version == 0
+    trainer.step()
+    done = threading.Event()
+
+    def second() -> None:
+        publisher.publish()
+        done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not done.wait(0.3)
+    gate.open.set()
+    thread.join(30)
+    assert done.is_set()
+    publisher.wait()
+    assert gate.most == 1
+    assert publisher.version == 2
+    weights = blank(trainer.weights)
+    Subscriber(gate.memory, weights).poll()
+    assert_same_bits(weights, trainer.weights)
+
+
+def test_what_was_published_is_what_the_weights_were(setting: Setting) -> None:
+    gate, trainer, publisher = setting
+    weights = blank(trainer.weights)
+    subscriber = Subscriber(gate.memory, weights)
+    for version in range(1, 5):
+        gate.open.clear()
+        trainer.step()
+        publisher.publish()
+        expected = trainer.saved_weights()
+        trainer.step()
+        trainer.step()
+        gate.open.set()
+        report = publisher.wait()
+        assert report is not None
+        assert (report.version, report.committed) == (version, True)
+        subscriber.poll()
+        assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("told_by", ["publish", "wait", "close"])
+def test_an_error_is_told_once_and_nothing_is_lost(setting: Setting, told_by: str) -> None:
+    gate, trainer, publisher = setting
+    gate.down = True
+    trainer.step()
+    publisher.publish()
+    trainer.step()
+    expected = trainer.rounded()
+    with pytest.raises(StoreError, match="down"):
+        getattr(publisher, told_by)()
+    if told_by == "publish" and trainer.masters is not None:
+        assert_same_bits(trainer.weights, expected)  # cast all the same
+    gate.down = False
+    assert publisher.wait() is None
+    report = publisher.publish()
+    assert report.version == 1
+    publisher.close()
+    weights = blank(trainer.weights)
+    Subscriber(gate.memory, weights).poll()
+    assert_same_bits(weights, expected)
+
+
+def test_leaving_the_block_waits(setting: Setting) -> None:
+    gate, trainer, publisher = setting
+    gate.open.clear()
+    threading.Timer(0.2, gate.open.set).start()
+    with publisher:
+        trainer.step()
+        publisher.publish()
+    assert publisher.version == 1
+
+
+def test_the_blocks_own_error_comes_first(setting: Setting) -> None:
+    gate, trainer, publisher = setting
+    gate.down = True
+    trainer.step()
+    publisher.publish()
+    with pytest.raises(ZeroDivisionError), publisher:
+        raise ZeroDivisionError
