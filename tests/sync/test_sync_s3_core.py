@@ -21,6 +21,7 @@ from pulse_kernels.sync.replay import state_at
 from pulse_kernels.sync.retention import prune
 
 STEPS = 6
+FEWER = 5  # with one version after the second anchor
 FAULTS: dict[str, Callable[[], Fault]] = {
     "outage": lambda: Fault(before=Outage("down")),
     "lost answer": lambda: Fault(after=Outage("reset")),
@@ -95,10 +96,10 @@ def test_every_call_of_the_publisher(fault: str, worlds: Worlds) -> None:
     """Every second call in turn; the fault kinds begin at different ones, so that each call fails in one way."""
     world = worlds(True)
     store, backend = world.store()
-    for _ in script(world, world.publisher(store), STEPS):
+    for _ in script(world, world.publisher(store), FEWER):
         pass
     total = len(backend.calls)
-    assert total > 20
+    assert total > 15
     failed = 0
     tried = range(list(FAULTS).index(fault), total, 2)
     for number in tried:
@@ -110,15 +111,15 @@ def test_every_call_of_the_publisher(fault: str, worlds: Worlds) -> None:
             failed += 1
             publisher = world.publisher(store)
         done = 0
-        while done < STEPS:
+        while done < FEWER:
             try:
-                for _ in script(world, publisher, STEPS - done):
+                for _ in script(world, publisher, FEWER - done):
                     done += 1
             except StoreError:
                 failed += 1
                 world.trainer.step()  # training goes on
         assert world.check_store() == publisher.version
-        assert publisher.version >= STEPS - 1
+        assert publisher.version >= FEWER - 1
     assert failed >= len(tried) - 6  # an anchor's index may fail and nobody minds
 
 
