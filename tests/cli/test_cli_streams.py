@@ -245,12 +245,24 @@ def test_a_store_out_of_reach_is_tried_again(
 # ---- real processes -------------------------------------------------------------------------------------------------
 
 
+def _heed_interrupts() -> None:
+    """Whoever started the tests in the background had SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def process(log: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """pulse-kernels beside this process; killed where it still runs at the end."""
     words = [sys.executable, "-m", "pulse_kernels", *map(str, arguments), "--interval", "0.05", "--json"]
     with log.open("w") as out, log.with_suffix(".err").open("w") as err:
-        started = subprocess.Popen(words, stdout=out, stderr=err, text=True, env={**os.environ, "PULSE_DEBUG": "1"})
+        started = subprocess.Popen(
+            words,
+            stdout=out,
+            stderr=err,
+            text=True,
+            env={**os.environ, "PULSE_DEBUG": "1"},
+            preexec_fn=_heed_interrupts,
+        )
         try:
             yield started
         finally:
