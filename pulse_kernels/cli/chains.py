@@ -26,8 +26,8 @@ def add_commands(commands: Any) -> None:
 
     fsck = command(commands, "fsck", _fsck, "read and rebuild every version in STORE; exit code 1 where one is damaged")
     fsck.add_argument("store", metavar="STORE", help=_STORE)
-    fsck.add_argument("--trust", nargs="+", action="extend", metavar="KEY",
-                      help="public keys (hexadecimal, or PEM files), one of which must have signed")  # fmt: skip
+    fsck.add_argument("--trust", action="append", metavar="KEY",
+                      help="public key (hexadecimal, or PEM file) that must have signed; repeatable")  # fmt: skip
     depth = fsck.add_mutually_exclusive_group()
     depth.add_argument("--shallow", action="store_true", help="manifests and sizes only; parts are not read")
     depth.add_argument("--repair", action="store_true", help="write the indexes of anchors that lack theirs")
@@ -116,6 +116,8 @@ def _fsck(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     trust = None if arguments.trust is None else trusted_keys(arguments.trust)
     with _open(arguments.store) as store:
         report = fsck(store, trust=trust, deep=not arguments.shallow, repair=arguments.repair)
+    if not report.versions:
+        raise ChainError(f"{arguments.store}: there is no version in it; check the address")
     lines = []
     for problem in report.problems:
         where = problem.key if problem.version is None else f"version {problem.version}, {problem.key}"

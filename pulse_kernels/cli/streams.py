@@ -53,8 +53,10 @@ def add_commands(commands: Any) -> None:
     follow = _stream(commands, "follow", _follow, "keep the checkpoint in DIR at the newest version of STORE")
     follow.add_argument("store", metavar="STORE", help=_STORE)
     follow.add_argument("dir", metavar="DIR", help="the checkpoint's folder, made where there is none")
-    follow.add_argument("--trust", nargs="+", action="extend", metavar="KEY",
-                        help="public keys (hexadecimal, or PEM files), one of which must have signed")  # fmt: skip
+    follow.add_argument("--trust", action="append", metavar="KEY",
+                        help="public key (hexadecimal, or PEM file) that must have signed; repeatable")  # fmt: skip
+    follow.add_argument("--chain", metavar="ID", help="the chain's id, where it is known; `log` shows it")
+    follow.add_argument("--min-version", type=_whole, metavar="N", help="refuse anything older")
     follow.add_argument("--verify", choices=("digest", "full"), default="digest",
                         help="full also sweeps all weights after each version (%(default)s)")  # fmt: skip
     follow.add_argument("--exec", type=_command_line, metavar="CMD", dest="run_after",
@@ -74,6 +76,13 @@ def _stream(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentP
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1e6:
+        raise ValueError(text)
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
         raise ValueError(text)
     return value
 
@@ -180,7 +189,7 @@ def _publisher(
         source.params,
         anchor_every=arguments.anchor_every,
         profile=arguments.profile,
-        signer=arguments.key,
+        signer=None if arguments.key is None else Path(arguments.key),
         on_nonfinite=arguments.on_nonfinite,
         keep_anchors=arguments.keep_anchors,
         keep_patches=arguments.keep_patches,
@@ -237,7 +246,7 @@ def _follow_loop(arguments: argparse.Namespace, store: Store, lines: Lines, retr
     while True:
         try:
             if subscriber is None and (subscriber := _subscriber(arguments, store, lines, retry.metrics)) is not None:
-                saved = subscriber.version
+                saved = subscriber.saved_version
             if subscriber is not None:
                 started = time.perf_counter()
                 report = subscriber.poll()
@@ -289,6 +298,8 @@ def _subscriber(
             verify=arguments.verify,
             trust=trust,
             state_dir=arguments.dir,
+            chain=arguments.chain,
+            min_version=arguments.min_version,
             on_report=None if metrics is None else metrics.observe,
         )
     for warning in caught:

@@ -135,6 +135,8 @@ def estimate(
         dtype_bytes = _whole("dtype_bytes", dtype_bytes, least=1)
 
     num_tensors = 0
+    if isinstance(params, float) and params.is_integer():
+        params = int(params)  # 7e9 is how people write it
     if isinstance(params, int):
         numel = _whole("params", params, least=1)
         dense_bytes = numel * (2 if dtype_bytes is None else dtype_bytes)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pulse_kernels import codec
-from pulse_kernels.errors import ConflictError, PulseError
+from pulse_kernels.errors import BaseMismatchError, ConflictError, PulseError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
@@ -57,6 +60,25 @@ class _Job:
     phases: Phases
     encoded: bytes | None = None
     facts: dict[str, int | str] = field(default_factory=dict)
+
+
+_alive: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _at_exit(publisher: Publisher) -> None:
+    """See to it that the interpreter does not end in the middle of an upload."""
+    if not _alive:
+        # Ahead of concurrent.futures, which lets no thread begin anything once it was told of the end.
+        getattr(threading, "_register_atexit", atexit.register)(_finish_uploads)
+    _alive.add(publisher)
+
+
+def _finish_uploads() -> None:
+    for publisher in list(_alive):
+        try:
+            publisher.wait()
+        except Exception as error:
+            print(f"pulse_kernels: the last version was not published: {error}", file=sys.stderr)
 
 
 class Publisher:
@@ -169,6 +191,7 @@ class Publisher:
         if not self._asynchronous or job.whole is not None:
             return self._send(job)
         self._last = None
+        _at_exit(self)
         worker = threading.Thread(target=self._send_behind, args=(job,), name="pulse-publisher", daemon=True)
         self._worker = worker
         try:
@@ -237,6 +260,11 @@ class Publisher:
         self._head = self.chain.manifest(newest)
         if self._signer is None:
             self.chain.require_unsigned(newest)
+        if odd := self._source.names ^ self._head.tensor_digests.keys():
+            raise BaseMismatchError(
+                f"{self.store.describe()} has versions of another model: {min(odd)!r:.200} and {len(odd) - 1} more "
+                "tensors are not in both. Publish to an address of its own: followers of this one could not use it"
+            )
         self._source.resume(self._head.digest)
         self._since_anchor = self.chain.since_anchor(self._head, self._anchor_every)
 

@@ -64,11 +64,11 @@ class Signer:
 def signer_from(key: Any) -> Signer:
     """A signer out of an Ed25519 private key, in any of the forms that keys come in.
 
-    ``key``: an ``Ed25519PrivateKey``; its 32 raw bytes or 64 hexadecimal digits; PEM text (PKCS #8, not encrypted), or
-    the path of a file with it; or any object with ``sign(bytes) -> bytes`` and a ``public_key`` of 32 bytes, such as a
-    wrapper of an HSM or a key service. Raises ValueError or TypeError where it is none of these, OSError where the file
-    cannot be read, PulseError without `cryptography`. Warns where everybody on the machine may read the file. No
-    message holds any of the key.
+    ``key``: an ``Ed25519PrivateKey``; its 32 raw bytes; PEM text (PKCS #8, not encrypted), or the path of a file with
+    it; or any object with ``sign(bytes) -> bytes`` and a ``public_key`` of 32 bytes, such as a wrapper of an HSM or a
+    key service. Raises ValueError or TypeError where it is none of these, OSError where the file cannot be read,
+    PulseError without `cryptography`. Warns where everybody on the machine may read the file. No message holds any of
+    the key.
     """
     if isinstance(key, Signer):
         return key
@@ -155,6 +155,11 @@ def _content(key: Any, what: str, *, private: bool) -> bytes:
     if isinstance(key, (bytes, bytearray)):
         return bytes(key)
     if isinstance(key, str) and _HEX.match(key.strip()):
+        if private:  # a public key is written so, and would sign as a secret that everybody knows
+            raise ValueError(
+                f"{what}: 64 hexadecimal digits are how public keys are written, and no private key; give the path of "
+                "the private key's PEM file, as `pulse-kernels keygen` writes it"
+            )
         return bytes.fromhex(key.strip())
     if isinstance(key, str) and key.lstrip().startswith(_PEM.decode()):
         return key.lstrip().encode(errors="replace")
@@ -162,7 +167,7 @@ def _content(key: Any, what: str, *, private: bool) -> bytes:
         kind = "private" if private else "public"
         raise TypeError(
             f"{what}: a {type(key).__name__} is no {kind} key, expected an Ed25519 {kind} key object, {KEY_BYTES} raw"
-            " bytes, 64 hexadecimal digits, PEM text or the path of a PEM file"
+            f" bytes, {'' if private else '64 hexadecimal digits, '}PEM text or the path of a PEM file"
         )
     content = _read(key, what, private=private).lstrip()
     if not content.startswith(_PEM):

@@ -77,6 +77,11 @@ class Source:
         return {name: tensor.detach() for name, tensor in named_tensors(self._params).items()}
 
     @property
+    def names(self) -> set[str]:
+        """The names of the weights."""
+        return set(self._kinds)
+
+    @property
     def numel(self) -> int:
         return sum(_numel(shape) for _, shape in self._kinds.values())
 

@@ -303,7 +303,7 @@ def open_store(
             return open_store(_path_of(store), create=create, durable=durable, **common, **options)
         return _from_url(store, options, common)
     if isinstance(store, str | os.PathLike):
-        return _from_folder(Path(store), create, durable, options, common)
+        return _from_folder(Path(store).expanduser(), create, durable, options, common)
     if options:
         raise TypeError(f"{type(store).__name__}: options go with a URL; give them to obstore where the store is made")
     if all(callable(getattr(store, name, None)) for name in ("put", "get", "size", "list", "delete")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import warnings
@@ -34,6 +35,7 @@ from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
 from pulse_kernels.sync.signing import trusted_keys
 from pulse_kernels.sync.store import NotFound, StoreLike, open_store
 
+_CHAIN_ID = re.compile(r"[0-9a-f]{32}\Z")
 _LOOK_BACK = 64  # manifests to compare with weights of unknown version
 _LONGEST_PAUSE = 60.0  # seconds
 
@@ -87,7 +89,12 @@ class Subscriber:
         if save_every is not None and (save_every < 1 or state_dir is None):
             raise ValueError(f"save_every is {save_every}, expected at least 1, with a state_dir")
         self._full = verify == "full"
-        keys = None if trust is None else trusted_keys(list(trust))
+        keys = None if trust is None else trusted_keys(trust)
+        if chain is not None and not (isinstance(chain, str) and _CHAIN_ID.match(chain)):
+            raise ValueError(
+                f"chain is {chain!r:.60}, expected the chain's id, 32 hexadecimal digits: publisher.chain.id, or what "
+                "`pulse-kernels log` shows"
+            )
         self.store = open_store(store, create=False)
         self.chain = Chain(self.store, trust=keys, chain=chain)
         self._on_report = on_report
@@ -104,12 +111,16 @@ class Subscriber:
         saved = None
         if self._folder is not None:
             saved = self._folder.load(None if params is None else named_tensors(params), chain=chain)
+        self._first: Manifest | None = None
         if params is None:
             params = self._first_state() if saved is None else saved.tensors
         self.params: Params = params
         self._receiver = Receiver(self.params)
+        self.saved_version = None if saved is None else saved.version  # what state_dir held at first
         if saved is not None:
             self._resume(saved)
+        elif self._first is not None:
+            self._receiver.version, self._receiver.digest = self._first.version, self._first.digest
 
     # ---- what users call ------------------------------------------------------------------------------------------
 
@@ -425,7 +436,9 @@ class Subscriber:
         for route in self.chain.routes(newest, None):
             try:
                 self.chain.require([*([route.anchor] if route.anchor else []), *route.patches])
-                return state_along(self.chain, route, phases)
+                state = state_along(self.chain, route, phases)
+                self._first, self._newest_seen = self.chain.manifest(newest), newest
+                return state
             except TrustError:
                 raise
             except (ChainError, NotFound) as error:

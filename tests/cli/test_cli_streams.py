@@ -157,7 +157,7 @@ def test_signed_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert code == 3
     assert "signed by" in err
     assert not (tmp_path / "copy").exists()
-    assert run(capsys, "follow", tmp_path / "store", tmp_path / "copy", "--trust", other, public)[0] == 0
+    assert run(capsys, "follow", tmp_path / "store", tmp_path / "copy", "--trust", other, "--trust", public)[0] == 0
 
 
 def test_a_command_runs_after_each_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from faults import Fault, FaultyBackend, Outage
@@ -138,3 +141,29 @@ def test_the_blocks_own_error_comes_first(setting: Setting) -> None:
     publisher.publish()
     with pytest.raises(ZeroDivisionError), publisher:
         raise ZeroDivisionError
+
+
+ENDS = """
+import sys
+import torch
+from pulse_kernels.sync import Publisher
+
+weights = {f"w{k}": torch.randn(1_000_000).bfloat16() for k in range(8)}
+publisher = Publisher(sys.argv[1], weights, asynchronous=True)
+publisher.publish()
+for tensor in weights.values():
+    tensor.view(-1)[::7] += 1
+print(publisher.publish().version)
+if sys.argv[2] == "error":
+    raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize("end", ["return", "error"])
+def test_an_interpreter_that_ends_finishes_the_upload(tmp_path: Path, end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "run"), end], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "1\n"
+    assert done.returncode == (end == "error")
+    assert Subscriber(tmp_path / "run").version == 1

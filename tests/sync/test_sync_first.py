@@ -10,9 +10,9 @@ import torch
 from obstore.store import MemoryStore
 from sync_models import Trainer, assert_same_bits, blank
 
-from pulse_kernels import NonFiniteError, StateDigest, VerificationError
+from pulse_kernels import BaseMismatchError, NonFiniteError, StateDigest, VerificationError
 from pulse_kernels.checkpoint import Checkpoint
-from pulse_kernels.sync import Publisher, Subscriber
+from pulse_kernels.sync import Chain, Publisher, Subscriber, open_store
 
 
 @pytest.fixture(params=["masters", "snapshot"])
@@ -159,8 +159,8 @@ def test_params_can_be_made_from_the_chain(trainer: Trainer) -> None:
     publisher.publish()
     subscriber = Subscriber(store)
     assert_same_bits(subscriber.params, trainer.weights)
-    assert subscriber.poll() is None
     assert subscriber.version == 1
+    assert subscriber.poll() is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -281,3 +281,31 @@ def test_non_finite_weights_can_be_allowed() -> None:
     weights["w"][0] = float("inf")
     publisher.publish()
     assert_same_bits(Subscriber(store).params, weights)
+
+
+def test_a_publisher_of_another_model_is_refused(trainer: Trainer) -> None:
+    """It would end the run of the rightful one and leave its followers without a version they can use."""
+    store = MemoryStore()
+    publisher = Publisher(store, trainer.weights, masters=trainer.masters)
+    publisher.publish()
+    with pytest.raises(BaseMismatchError, match="versions of another model"):
+        Publisher(store, {"other": torch.zeros(3).bfloat16()})
+    trainer.step()
+    assert publisher.publish().version == 1
+
+
+def test_what_the_usual_mistakes_are_told(trainer: Trainer, tmp_path: Path) -> None:
+    store = MemoryStore()
+    Publisher(store, trainer.weights, masters=trainer.masters).publish()
+    with pytest.raises(TypeError, match="expected a list of public keys"):
+        Subscriber(store, blank(trainer.weights), trust="ab" * 32)
+    for chain in ("abc", Chain(open_store(store))):
+        with pytest.raises(ValueError, match=r"publisher\.chain\.id"):
+            Subscriber(store, blank(trainer.weights), chain=chain)  # type: ignore[arg-type]
+
+
+def test_a_home_folder_is_no_folder_called_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Publisher("~/run", {"w": torch.zeros(3).bfloat16()}).publish()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -62,8 +62,6 @@ PRIVATE_FORMS = {
     "object": KEY,
     "raw": SECRET,
     "bytearray": bytearray(SECRET),
-    "hex": SECRET.hex(),
-    "upper-case hex with a newline": SECRET.hex().upper() + "\n",
     "pem bytes": SECRET_PEM,
     "pem text": "\n" + SECRET_PEM.decode(),
     "hsm": Hsm(),
@@ -190,6 +188,13 @@ def test_signers_refused(key: Any, error: type[Exception], message: str) -> None
     assert SECRET.hex()[:20] not in text
     assert repr(SECRET)[2:20] not in text
     assert caught.value.__context__ is None  # whose text we would not have chosen
+
+
+@pytest.mark.parametrize("text", [PUBLIC.hex(), SECRET.hex(), SECRET.hex().upper() + "\n"])
+def test_a_public_key_does_not_sign(text: str) -> None:
+    """Everybody who trusts it could sign with it."""
+    with pytest.raises(ValueError, match="how public keys are written"):
+        signer_from(text)
 
 
 def test_key_files_refused(tmp_path: Path) -> None:
