@@ -188,9 +188,9 @@ class Publisher:
             change = self._source.change(number)
         phases.end("gate")
         job = self._plan(number, change, phases)
+        self._last = None  # of an upload before this one, which nobody waits for any more
         if not self._asynchronous or job.whole is not None:
             return self._send(job)
-        self._last = None
         _at_exit(self)
         worker = threading.Thread(target=self._send_behind, args=(job,), name="pulse-publisher", daemon=True)
         self._worker = worker

@@ -124,6 +124,16 @@ def test_an_error_is_told_once_and_nothing_is_lost(setting: Setting, told_by: st
     assert_same_bits(weights, expected)
 
 
+def test_wait_tells_of_no_upload_before_the_last(setting: Setting) -> None:
+    gate, trainer, publisher = setting
+    trainer.step()
+    publisher.publish()
+    publisher._anchor_every = 1  # the next is an anchor, and there when the call returns
+    trainer.step()
+    assert publisher.publish().committed
+    assert publisher.wait() is None
+
+
 def test_leaving_the_block_waits(setting: Setting) -> None:
     gate, trainer, publisher = setting
     gate.open.clear()
