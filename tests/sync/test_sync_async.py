@@ -125,7 +125,7 @@ def test_an_error_is_told_once_and_nothing_is_lost(setting: Setting, told_by: st
 
 
 def test_wait_tells_of_no_upload_before_the_last(setting: Setting) -> None:
-    gate, trainer, publisher = setting
+    _, trainer, publisher = setting
     trainer.step()
     publisher.publish()
     publisher._anchor_every = 1  # the next is an anchor, and there when the call returns
