@@ -74,7 +74,7 @@ def test_attack_publisher_does_not_join_what_another_key_signed() -> None:
     run = Run(key=OTHER)
     run.publish(2)
     before = run.everything()
-    for signer in (KEY, KEY.private_bytes_raw().hex()):
+    for signer in (KEY, KEY.private_bytes_raw()):
         with pytest.raises(TrustError, match=r"is signed by .*, expected one of 03a107bf"):
             Publisher(run.store, run.trainer.weights, masters=run.trainer.masters, signer=signer)
     assert run.everything() == before
