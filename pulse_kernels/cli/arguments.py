@@ -5,6 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+STORE = "where versions are kept: a folder, s3://bucket/prefix or another URL that obstore knows"
+
+
+def count(text: str) -> int:
+    """An argument that is an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
 
 def command(commands: Any, name: str, run: Any, text: str, *, json_lines: bool = False) -> argparse.ArgumentParser:
     """A subparser for ``run``, with the options every command has. json_lines: it prints many objects, one a line."""

@@ -8,24 +8,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pulse_kernels.cli.arguments import command
+from pulse_kernels.cli.arguments import STORE, command, count
 from pulse_kernels.cli.checkpoints import size
 from pulse_kernels.errors import ChainError, PulseError
 
 if TYPE_CHECKING:
     from pulse_kernels.sync import Store
 
-_STORE = "where versions are kept: a folder, s3://bucket/prefix or another URL that obstore knows"
-
 
 def add_commands(commands: Any) -> None:
     """Add this module's commands to the parser."""
     log = command(commands, "log", _log, "list the versions in STORE: size, density, age; the newest last")
-    log.add_argument("store", metavar="STORE", help=_STORE)
-    log.add_argument("--limit", type=_count, metavar="N", help="the newest N only")
+    log.add_argument("store", metavar="STORE", help=STORE)
+    log.add_argument("--limit", type=count, metavar="N", help="the newest N only")
 
     fsck = command(commands, "fsck", _fsck, "read and rebuild every version in STORE; exit code 1 where one is damaged")
-    fsck.add_argument("store", metavar="STORE", help=_STORE)
+    fsck.add_argument("store", metavar="STORE", help=STORE)
     fsck.add_argument("--trust", action="append", metavar="KEY",
                       help="public key (hexadecimal, or PEM file) that must have signed; repeatable")  # fmt: skip
     depth = fsck.add_mutually_exclusive_group()
@@ -33,21 +31,14 @@ def add_commands(commands: Any) -> None:
     depth.add_argument("--repair", action="store_true", help="write the indexes of anchors that lack theirs")
 
     prune = command(commands, "prune", _prune, "remove old versions from STORE, and what interrupted publishers left")
-    prune.add_argument("store", metavar="STORE", help=_STORE)
-    prune.add_argument("--keep-anchors", type=_count, metavar="N",
+    prune.add_argument("store", metavar="STORE", help=STORE)
+    prune.add_argument("--keep-anchors", type=count, metavar="N",
                        help="the newest N anchors stay; without --keep-patches, all after them, too")  # fmt: skip
-    prune.add_argument("--keep-patches", type=_count, metavar="N", help="the newest N versions stay")
+    prune.add_argument("--keep-patches", type=count, metavar="N", help="the newest N versions stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing, say what would go")
 
     keygen = command(commands, "keygen", _keygen, "make an Ed25519 key: sign versions with it, trust its public half")
     keygen.add_argument("-o", "--output", metavar="FILE", required=True, help="the private key's file, made new")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _open(place: str) -> Store:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pulse_kernels.checkpoint import Checkpoint
-from pulse_kernels.cli.arguments import command
-from pulse_kernels.cli.checkpoints import size
+from pulse_kernels.cli.arguments import STORE, command, count
+from pulse_kernels.cli.checkpoints import size, version_number
 from pulse_kernels.cli.endless import Lines, Result, Retry, run_endless
 from pulse_kernels.cli.watching import Found, Watch, weights_state
 from pulse_kernels.errors import BaseMismatchError, ChainError, CheckpointError, PulseError, StoreError
@@ -29,34 +29,32 @@ if TYPE_CHECKING:
 
 EXIT_NO = 1
 
-_STORE = "where versions are kept: a folder, s3://bucket/prefix or another URL that obstore knows"
-
 
 def add_commands(commands: Any) -> None:
     """Add this module's commands to the parser."""
     publish = _stream(commands, "publish", _publish, "send each checkpoint that appears in DIR to STORE as a version")
     publish.add_argument("dir", metavar="DIR", help="a checkpoint that is replaced, or a folder of step checkpoints")
-    publish.add_argument("store", metavar="STORE", help=_STORE)
+    publish.add_argument("store", metavar="STORE", help=STORE)
     publish.add_argument("--settle", type=_seconds, default=1.0, metavar="SECONDS",
                          help="files at rest for so long are complete (%(default)s)")  # fmt: skip
     publish.add_argument("--version-from-step", action="store_true", help="a step's number is its version's")
-    publish.add_argument("--anchor-every", type=_count, default=30, metavar="N",
+    publish.add_argument("--anchor-every", type=count, default=30, metavar="N",
                          help="versions from one whole checkpoint to the next (%(default)s)")  # fmt: skip
     publish.add_argument("--profile", choices=("balanced", "fast"), default="balanced",
                          help="how patches are coded (%(default)s)")  # fmt: skip
     publish.add_argument("--key", metavar="FILE", help="Ed25519 private key (PEM) that signs every version")
-    publish.add_argument("--keep-anchors", type=_count, metavar="N", help="retention, see prune (default: all)")
-    publish.add_argument("--keep-patches", type=_count, metavar="N", help="retention, see prune (default: all)")
+    publish.add_argument("--keep-anchors", type=count, metavar="N", help="retention, see prune (default: all)")
+    publish.add_argument("--keep-patches", type=count, metavar="N", help="retention, see prune (default: all)")
     publish.add_argument("--on-nonfinite", choices=("error", "allow"), default="error",
                          help="weights that are infinite or NaN (%(default)s)")  # fmt: skip
 
     follow = _stream(commands, "follow", _follow, "keep the checkpoint in DIR at the newest version of STORE")
-    follow.add_argument("store", metavar="STORE", help=_STORE)
+    follow.add_argument("store", metavar="STORE", help=STORE)
     follow.add_argument("dir", metavar="DIR", help="the checkpoint's folder, made where there is none")
     follow.add_argument("--trust", action="append", metavar="KEY",
                         help="public key (hexadecimal, or PEM file) that must have signed; repeatable")  # fmt: skip
     follow.add_argument("--chain", metavar="ID", help="the chain's id, where it is known; `log` shows it")
-    follow.add_argument("--min-version", type=_whole, metavar="N", help="refuse anything older")
+    follow.add_argument("--min-version", type=version_number, metavar="N", help="refuse anything older")
     follow.add_argument("--verify", choices=("digest", "full"), default="digest",
                         help="full also sweeps all weights after each version (%(default)s)")  # fmt: skip
     follow.add_argument("--exec", type=_command_line, metavar="CMD", dest="run_after",
@@ -76,20 +74,6 @@ def _stream(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentP
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1e6:
-        raise ValueError(text)
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
         raise ValueError(text)
     return value
 

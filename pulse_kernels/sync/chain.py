@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from pulse_kernels.errors import ChainError, PulseError, TrustError
+from pulse_kernels.errors import ChainError, PulseError, StoreError, TrustError
 from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, version_of
 from pulse_kernels.sync.store import NotFound, Store
+
+T = TypeVar("T")
 
 _EIGHT_DIGITS = 10**8 - 1  # up to here keys of versions are in order as text
 _AHEAD = 4  # versions whose parts are fetched at once
@@ -26,6 +29,11 @@ class Route:
 
     anchor: Manifest | None
     patches: tuple[Manifest, ...]
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """The anchor, if it begins with one, and the patches."""
+        return [*([self.anchor] if self.anchor else []), *self.patches]
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +57,23 @@ def next_version(head: int | None, asked: int | None) -> int:
             f"version is {asked}, expected more than {least}, the version committed last; leave it out to count on"
         )
     return asked
+
+
+def first_sound(routes: Iterable[Route], take: Callable[[Route], T]) -> T:
+    """What ``take`` makes of the first of ``routes`` that is sound: where one is damaged, another may not be.
+
+    TrustError ends it at once; where none is sound, what was wrong with the first is raised.
+    """
+    failure: ChainError | StoreError | None = None
+    for route in routes:
+        try:
+            return take(route)
+        except TrustError:
+            raise
+        except (ChainError, NotFound) as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 class Chain:
@@ -98,6 +123,13 @@ class Chain:
             self._cache[version] = manifest, len(data)
             self._cached_bytes += len(data)
         return manifest
+
+    def committed(self, version: int) -> bytes | None:
+        """The bytes of a version's manifest as the store has them now, unchecked; None where there is none."""
+        try:
+            return self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
+        except NotFound:
+            return None
 
     def require_unsigned(self, version: int) -> None:
         """TrustError where the manifest of ``version`` is signed: unsigned versions after it would end the trust of all

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +24,12 @@ from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
-from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
+from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
 from pulse_kernels.sync.retention import check_retention, prune
 from pulse_kernels.sync.signing import signer_from, trusted_keys
 from pulse_kernels.sync.source import Change, Source
-from pulse_kernels.sync.store import AlreadyExists, Full, NotFound, StoreLike, open_store
+from pulse_kernels.sync.store import AlreadyExists, Full, StoreLike, open_store
 
 _WORTH_A_LOOK = 1 / 4  # density from which a patch may be no smaller than the state
 
@@ -42,10 +42,14 @@ class _Attempt:
     change: Change
     digests: Mapping[str, StateDigest]
     anchor: AnchorFiles | None
-    parts: tuple[Part, ...]
     manifest: Manifest
     data: bytes
     report: PublishReport
+
+    @property
+    def keys(self) -> list[str]:
+        """Of its parts."""
+        return [part.key for part in (*self.manifest.patch, *self.manifest.anchor)]
 
 
 @dataclass
@@ -59,7 +63,6 @@ class _Job:
     note: str
     phases: Phases
     encoded: bytes | None = None
-    facts: dict[str, int | str] = field(default_factory=dict)
 
 
 _alive: weakref.WeakSet[Publisher] = weakref.WeakSet()
@@ -180,7 +183,7 @@ class Publisher:
         self._resolve_attempts()
         self._check_ahead()
         number = self._number(version)
-        self._write_owed()
+        self.store.put_owed(self._owed)
         phases.end("check")
         change = self._source.change(number, cast=False)
         if change.patch is not None and (self._head is None or change.patch.base_digest != self._head.digest):
@@ -272,7 +275,7 @@ class Publisher:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
             for version in sorted({attempt.version for attempt in self._attempts}, reverse=True):
-                found = self._committed(version)
+                found = self.chain.committed(version)
                 if found is None:
                     continue
                 ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
@@ -288,12 +291,6 @@ class Publisher:
         newest = self.chain.newest(self.version)
         if newest is not None and newest > (-1 if self._head is None else self._head.version):
             self._fence(newest)
-
-    def _committed(self, version: int) -> bytes | None:
-        try:
-            return self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
-        except NotFound:
-            return None
 
     def _fence(self, version: int) -> None:
         self._source.distrust("another publisher took over")
@@ -396,7 +393,7 @@ class Publisher:
                     anchor = replace(anchor, late=(*aux.late, *anchor.late))
                 phases.end("anchor")
         except BaseException:
-            self._discard(written)
+            self.store.discard(written)
             raise
         assert self.chain.id is not None
         num_changed = 0 if patch is None else patch.num_changed
@@ -420,9 +417,7 @@ class Publisher:
             },
         )
         report = self._report(replace(job, change=change, note=note), manifest, num_changed, committed=True)
-        attempt = _Attempt(
-            job.version, change, job.digests, anchor, parts, manifest, manifest.to_bytes(self._signer), report
-        )
+        attempt = _Attempt(job.version, change, job.digests, anchor, manifest, manifest.to_bytes(self._signer), report)
         self._commit(attempt, phases)
         return self._finish(attempt, phases)
 
@@ -432,14 +427,14 @@ class Publisher:
         try:
             self.store.create(manifest_key(attempt.version), attempt.data)
         except AlreadyExists:
-            found = self._committed(attempt.version)
+            found = self.chain.committed(attempt.version)
             for earlier in self._attempts:
                 if earlier.version == attempt.version and earlier.data == found:
                     self._adopt(earlier, settle=earlier is attempt or earlier.change.patch is not None)
                     break
             else:
                 self._attempts.clear()
-                self._discard([part.key for part in (*attempt.parts, *attempt.manifest.anchor)])
+                self.store.discard(attempt.keys)
                 self._fence(attempt.version)
             if earlier is not attempt:
                 raise PulseError(
@@ -447,9 +442,9 @@ class Publisher:
                     "since is not lost: publish again"
                 ) from None
         except Full:
-            if self._committed(attempt.version) is None:  # surely refused: its parts only make the disk fuller
+            if self.chain.committed(attempt.version) is None:  # surely refused: its parts only make the disk fuller
                 self._attempts.pop()
-                self._discard([part.key for part in (*attempt.parts, *attempt.manifest.anchor)])
+                self.store.discard(attempt.keys)
             raise
         else:
             self._adopt(attempt)
@@ -460,7 +455,7 @@ class Publisher:
         note = attempt.report.note
         if attempt.anchor is not None:
             try:
-                self._write_owed()
+                self.store.put_owed(self._owed)
             except Exception as error:
                 note = f"{note}; " * bool(note) + f"the anchor's index waits for the next call ({_said(error)})"
             phases.end("anchor")
@@ -474,17 +469,6 @@ class Publisher:
         if self._on_report is not None:
             self._on_report(report)  # last: what it raises comes out, and finds all else settled
         return report
-
-    def _write_owed(self) -> None:
-        """The rest of anchors that exist: only whoever committed a version may write there."""
-        while self._owed:
-            self.store.put(*self._owed[0])
-            del self._owed[0]
-
-    def _discard(self, keys: list[str]) -> None:
-        """Remove parts of a version that will never be; what stays is removed by ``prune``."""
-        with suppress(Exception):
-            self.store.delete(keys)
 
     def _report(self, job: _Job, manifest: Manifest | None, num_changed: int, *, committed: bool) -> PublishReport:
         patch = job.change.patch

@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pulse_kernels.errors import BaseMismatchError, ChainError, PatchFormatError, TrustError, VerificationError
+from pulse_kernels.errors import BaseMismatchError, ChainError, PatchFormatError, VerificationError
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import StateDigest
 from pulse_kernels.sync.anchor import fetch_anchor
-from pulse_kernels.sync.chain import Chain, Route
+from pulse_kernels.sync.chain import Chain, Route, first_sound
 from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.merge import merge_parts
 from pulse_kernels.sync.reports import Phases
-from pulse_kernels.sync.store import NotFound
 
 
 def state_at(chain: Chain, version: int) -> dict[str, Tensor]:
@@ -25,17 +24,12 @@ def state_at(chain: Chain, version: int) -> dict[str, Tensor]:
 
     Raises ChainError where it cannot be rebuilt as it was.
     """
-    failure: ChainError | NotFound | None = None
-    for route in chain.routes(version):  # where one is damaged, another may not be
-        try:
-            chain.require([*([route.anchor] if route.anchor else []), *route.patches])
-            return state_along(chain, route, Phases(time.perf_counter))
-        except TrustError:
-            raise
-        except (ChainError, NotFound) as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+
+    def rebuilt(route: Route) -> dict[str, Tensor]:
+        chain.require(route.manifests)
+        return state_along(chain, route, Phases(time.perf_counter))
+
+    return first_sound(chain.routes(version), rebuilt)
 
 
 def fold(chain: Chain, base_version: int, version: int) -> Patch:

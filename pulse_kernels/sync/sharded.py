@@ -21,13 +21,13 @@ from pulse_kernels.sync.anchor import AnchorFiles
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.collectives import Group
-from pulse_kernels.sync.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_key, patch_folder
+from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
 from pulse_kernels.sync.reports import Phases, PublishReport
 from pulse_kernels.sync.sharded_anchor import anchor_to_json, index_of, send_sharded_anchor
 from pulse_kernels.sync.sharded_source import Offer, ShardedSource
 from pulse_kernels.sync.sharding import Shard
 from pulse_kernels.sync.signing import signer_from, trusted_keys
-from pulse_kernels.sync.store import AlreadyExists, NotFound, StoreLike, open_store
+from pulse_kernels.sync.store import AlreadyExists, StoreLike, open_store
 from pulse_kernels.sync.together import Together
 
 
@@ -157,7 +157,7 @@ class ShardedPublisher:
             sent = self._ranks.gather(_uploaded_to_json(uploaded), failure, f"to upload version {number}")
         except Exception as error:
             if failure is not None or isinstance(error, GroupError):  # else rank 0 may commit them
-                self._discard(uploaded.keys)
+                self.store.discard(uploaded.keys)
             raise
         report = self._report(number, digest, rows, sent, sparse, whole)
         attempt = _Attempt(number, offer, digest, whole)
@@ -165,7 +165,7 @@ class ShardedPublisher:
         phases.end("commit")
         if self._ranks.rank == 0 and whole:
             with contextlib.suppress(Exception):  # the next call writes it
-                self._write_owed()
+                self.store.put_owed(self._owed)
             phases.end("anchor")
         report.seconds.update(phases.seconds)
         if self._on_report is not None:
@@ -212,7 +212,7 @@ class ShardedPublisher:
         def look() -> dict[str, Any]:
             head, adopt = self.version, None
             for version in {attempt.version: None for attempt in self._attempts}:
-                found = self._committed(version)
+                found = self.chain.committed(version)
                 if found is not None:
                     head, adopt = version, self._ours(version, found)
                     if adopt is None:
@@ -221,7 +221,7 @@ class ShardedPublisher:
             newest = self.chain.newest()
             if newest is not None and (head is None or newest > head):
                 return {"fenced": self._taken(newest)}
-            self._write_owed()
+            self.store.put_owed(self._owed)
             return {"adopt": adopt, "version": next_version(head, asked)}
 
         said = self._ranks.first(look, "to begin a version")
@@ -230,12 +230,6 @@ class ShardedPublisher:
         if said["adopt"] is not None:
             self._adopt(said["adopt"], settle=False)
         return said["version"], self._head is None or self._since_anchor + 1 >= self._anchor_every
-
-    def _committed(self, version: int) -> bytes | None:
-        try:
-            return self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
-        except NotFound:
-            return None
 
     def _ours(self, version: int, found: bytes) -> int | None:
         """Which attempt's manifest is there as that of ``version``; None where it is another publisher's."""
@@ -326,13 +320,13 @@ class ShardedPublisher:
             try:
                 self.store.create(manifest_key(attempt.version), attempt.data)
             except AlreadyExists:
-                k = self._ours(attempt.version, self._committed(attempt.version) or b"")
+                k = self._ours(attempt.version, self.chain.committed(attempt.version) or b"")
                 return {"fenced": self._taken(attempt.version)} if k is None else {"adopt": k}
             return {"adopt": len(self._attempts) - 1}
 
         said = self._ranks.first(act, f"to commit version {attempt.version}")
         if "fenced" in said:
-            self._discard(uploaded.keys)
+            self.store.discard(uploaded.keys)
             self._stop(said["fenced"])
         last = said["adopt"] == len(self._attempts) - 1
         self._adopt(said["adopt"], settle=last)
@@ -405,17 +399,6 @@ class ShardedPublisher:
             committed=True,
             note=note,
         )
-
-    def _write_owed(self) -> None:
-        """Indexes of anchors that exist: only whoever committed a version may write there."""
-        while self._owed:
-            self.store.put(*self._owed[0])
-            del self._owed[0]
-
-    def _discard(self, keys: list[str]) -> None:
-        """Remove parts of a version that will never be; what stays is removed by ``prune``."""
-        with contextlib.suppress(Exception):
-            self.store.delete(keys)
 
 
 def _uploaded_to_json(uploaded: _Uploaded) -> dict[str, Any]:

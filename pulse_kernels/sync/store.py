@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -141,6 +142,17 @@ class Store:
         for start in range(0, len(keys), 1000):
             some = keys[start : start + 1000]
             self._try("delete", some[0], lambda some=some: self.backend.delete(some))  # type: ignore[misc]
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove what nobody needs; where that fails, it stays until somebody tidies up."""
+        with suppress(Exception):
+            self.delete(keys)
+
+    def put_owed(self, owed: list[tuple[str, bytes]]) -> None:
+        """Write keys and their bytes in turn; each leaves the list once it is there."""
+        while owed:
+            self.put(*owed[0])
+            del owed[0]
 
     # ---- reading --------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ from pulse_kernels.errors import (
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import Params, named_tensors
 from pulse_kernels.sync.bounds import check_sizes
-from pulse_kernels.sync.chain import Chain, Route
+from pulse_kernels.sync.chain import Chain, Route, first_sound
 from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.persist import Saved, StateFolder
 from pulse_kernels.sync.receiver import Receiver, Staged
-from pulse_kernels.sync.replay import decoded, state_along
+from pulse_kernels.sync.replay import decoded, state_along, state_at
 from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
 from pulse_kernels.sync.signing import trusted_keys
 from pulse_kernels.sync.store import NotFound, StoreLike, open_store
@@ -379,19 +379,10 @@ class Subscriber:
         if not usable:  # what the store calls our version is another state
             usable = self.chain.routes(want, None)
         phases.end("route")
-        failure: ChainError | StoreError | None = None
-        for route in usable:
-            try:
-                return self._stage_route(route, phases), route, route.nbytes
-            except TrustError:
-                raise
-            except (ChainError, NotFound) as error:
-                failure = failure or error
-        assert failure is not None
-        raise failure
+        return first_sound(usable, lambda route: (self._stage_route(route, phases), route, route.nbytes))
 
     def _stage_route(self, route: Route, phases: Phases) -> Staged:
-        manifests = [*([route.anchor] if route.anchor else []), *route.patches]
+        manifests = route.manifests
         self.chain.require(manifests)
         want = manifests[-1]
         check_sizes(self._receiver.weights(), manifests)
@@ -431,17 +422,6 @@ class Subscriber:
                 "the first, or pass params"
             )
         self._refuse_older(newest, None)
-        phases = Phases(time.perf_counter)
-        failure: ChainError | StoreError | None = None
-        for route in self.chain.routes(newest, None):
-            try:
-                self.chain.require([*([route.anchor] if route.anchor else []), *route.patches])
-                state = state_along(self.chain, route, phases)
-                self._first, self._newest_seen = self.chain.manifest(newest), newest
-                return state
-            except TrustError:
-                raise
-            except (ChainError, NotFound) as error:
-                failure = failure or error
-        assert failure is not None
-        raise failure
+        state = state_at(self.chain, newest)
+        self._first, self._newest_seen = self.chain.manifest(newest), newest
+        return state
