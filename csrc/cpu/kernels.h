@@ -42,6 +42,12 @@ using CommitFn = void (*)(const float* theta, const float* local, float* residua
 // Adds the digest of whole blocks of 256 elements.
 using DigestFn = void (*)(const void* data, int64_t blocks, uint64_t first_block, const DigestKey& key,
                           uint64_t sums[2]);
+// Changed entries: sorted positions, int32 or int64, and values of the same dtype.
+struct Changed {
+  const void *positions, *old_values, *new_values;
+};
+// Adds (new - old) * K over entries [begin, end).
+using DigestChangesFn = void (*)(const Changed&, int64_t begin, int64_t end, const DigestKey& key, uint64_t sums[2]);
 // gap[k] = indices[k] - indices[k - 1] - 1, gap[0] = 0; returns the OR of all. 32-bit gaps; false if one is wider.
 using Gaps32Fn = bool (*)(const int32_t* indices, int used, uint32_t* gaps, uint32_t* all);
 using Gaps64Fn = bool (*)(const int64_t* indices, int used, uint32_t* gaps, uint32_t* all);
@@ -61,6 +67,7 @@ struct KernelTable {
   MaskFn mask_bf16, mask_fp16;
   CommitFn commit;
   DigestFn digest1, digest2, digest4, digest8;
+  DigestChangesFn digest_changes[4][2];  // values of 1, 2, 4, 8 bytes; int32 or int64 positions
   Gaps32Fn gaps32;
   Gaps64Fn gaps64;
   Sorted32Fn sorted32;     // strictly increasing within [0, numel)

@@ -249,6 +249,7 @@ void digest4_sums(const uint32_t* e, const DigestKey& key, uint64_t* sums) {
 }
 void digest8_sums(const uint64_t* e, const DigestKey& key, uint64_t* sums);
 
+constexpr bool kMultiplies64Bits = false;  // what AVX2 lacks
 #include "kernels_x86.h"
 
 }  // namespace

@@ -174,6 +174,53 @@ void scalar_block_sums(const T* elements, const DigestKey& key, uint64_t* sums) 
   sums[1] = second;
 }
 
+// Positions are sorted, so neighbours mostly share a block, whose factors are mixed once.
+template <class T, class Index>
+void add_changes_by_block(const DigestKey& key, const Index* positions, const T* old_values, const T* new_values,
+                          int64_t n, uint64_t sums[2]) {
+  uint64_t block_sums[2] = {0, 0}, block = ~uint64_t{0};
+  const auto close_block = [&] {
+    for (int lane = 0; lane < 2; ++lane) {
+      sums[lane] += block_factor(key.seeds[lane], block) * block_sums[lane];
+      block_sums[lane] = 0;
+    }
+  };
+  for (int64_t k = 0; k < n; ++k) {
+    const auto position = static_cast<uint64_t>(positions[k]);
+    if (position / kDigestBlock != block) {
+      close_block();
+      block = position / kDigestBlock;
+    }
+    const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
+    block_sums[0] += change * key.slots[position % kDigestBlock];
+    block_sums[1] += change * key.slots[kDigestBlock + position % kDigestBlock];
+  }
+  close_block();
+}
+
+// Every weight anew, without a branch or a table: for those who multiply many 64-bit numbers at once.
+template <class T, class Index>
+void add_changes_one_by_one(const DigestKey& key, const Index* positions, const T* old_values, const T* new_values,
+                            int64_t n, uint64_t sums[2]) {
+  const uint64_t seed0 = key.seeds[0], seed1 = key.seeds[1];
+  uint64_t sum0 = 0, sum1 = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    const auto position = static_cast<uint64_t>(positions[k]);
+    const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
+    sum0 += change * digest_weight(seed0, position);
+    sum1 += change * digest_weight(seed1, position);
+  }
+  sums[0] += sum0;
+  sums[1] += sum1;
+}
+
+template <class T, class Index>
+void digest_changes(const Changed& changed, int64_t begin, int64_t end, const DigestKey& key, uint64_t sums[2]) {
+  constexpr auto add = Isa::multiplies_64_bits ? add_changes_one_by_one<T, Index> : add_changes_by_block<T, Index>;
+  add(key, static_cast<const Index*>(changed.positions) + begin, static_cast<const T*>(changed.old_values) + begin,
+      static_cast<const T*>(changed.new_values) + begin, end - begin, sums);
+}
+
 // ---- packed indices -------------------------------------------------------------------------------------------------
 
 template <class Index, class Unsigned>
@@ -227,6 +274,10 @@ constexpr KernelTable make_table(const char* name) {
       digest_blocks<uint16_t, Isa::digest2>,
       digest_blocks<uint32_t, Isa::digest4>,
       digest_blocks<uint64_t, Isa::digest8>,
+      {{digest_changes<uint8_t, int32_t>, digest_changes<uint8_t, int64_t>},
+       {digest_changes<uint16_t, int32_t>, digest_changes<uint16_t, int64_t>},
+       {digest_changes<uint32_t, int32_t>, digest_changes<uint32_t, int64_t>},
+       {digest_changes<uint64_t, int32_t>, digest_changes<uint64_t, int64_t>}},
       gaps_of_block<int32_t, uint32_t>,
       gaps_of_block<int64_t, uint64_t>,
       sorted_within<int32_t>,

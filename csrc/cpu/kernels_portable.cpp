@@ -51,6 +51,7 @@ struct Isa {
   static constexpr auto digest2 = block_sums<uint16_t>;
   static constexpr auto digest4 = block_sums<uint32_t>;
   static constexpr auto digest8 = block_sums<uint64_t>;
+  static constexpr bool multiplies_64_bits = false;
 };
 
 #include "kernels_impl.h"

@@ -14,6 +14,7 @@ struct Isa {
   static constexpr auto digest2 = digest2_sums;
   static constexpr auto digest4 = digest4_sums;
   static constexpr auto digest8 = digest8_sums;
+  static constexpr bool multiplies_64_bits = kMultiplies64Bits;
 };
 
 #include "kernels_impl.h"

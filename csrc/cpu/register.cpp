@@ -332,16 +332,9 @@ Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Te
   Tensor result = fresh(before, 2);
   auto* out = static_cast<uint64_t*>(result.mutable_data_ptr());
   std::memcpy(out, read(before), 16);
-  const void *o = read(old_values), *v = read(new_values), *i = read(indices);
-  by_size(size, [&](auto value) {
-    using V = decltype(value);
-    const auto *from = static_cast<const V*>(o), *to = static_cast<const V*>(v);
-    if (is_wide(indices)) {
-      digest_update(runner, static_cast<const int64_t*>(i), from, to, n, key, out);
-    } else {
-      digest_update(runner, static_cast<const int32_t*>(i), from, to, n, key, out);
-    }
-  });
+  require(size == 1 || size == 2 || size == 4 || size == 8, "elements must have 1, 2, 4 or 8 bytes");
+  digest_update(runner, digest_changes_kernel(best_kernels(), size, is_wide(indices)),
+                {read(indices), read(old_values), read(new_values)}, n, key, out);
   return result;
 }
 

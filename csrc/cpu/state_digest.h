@@ -36,6 +36,11 @@ inline DigestFn digest_kernel(const KernelTable& k, int64_t element_size) {
   return element_size == 1 ? k.digest1 : element_size == 2 ? k.digest2 : element_size == 4 ? k.digest4 : k.digest8;
 }
 
+inline DigestChangesFn digest_changes_kernel(const KernelTable& k, int64_t element_size, bool wide) {
+  const int row = element_size == 1 ? 0 : element_size == 2 ? 1 : element_size == 4 ? 2 : 3;
+  return k.digest_changes[row][wide];
+}
+
 // add_range for elements of a size known at run time.
 inline void add_bytes(const DigestKey& key, DigestFn fn, const void* data, int64_t size, int64_t n, uint64_t start,
                       uint64_t sums[2]) {
@@ -60,33 +65,8 @@ inline void digest(Runner& runner, DigestFn fn, const void* data, int64_t size, 
   result[1] = total1;
 }
 
-// Adds (new - old) * K over n changed entries. Positions are sorted, so neighbours mostly share a block, whose factors
-// are mixed once.
-template <class T, class Index>
-void add_changes(const DigestKey& key, const Index* positions, const T* old_values, const T* new_values, int64_t n,
-                 uint64_t sums[2]) {
-  uint64_t block_sums[2] = {0, 0}, block = ~uint64_t{0};
-  const auto close_block = [&] {
-    for (int lane = 0; lane < 2; ++lane) {
-      sums[lane] += block_factor(key.seeds[lane], block) * block_sums[lane];
-      block_sums[lane] = 0;
-    }
-  };
-  for (int64_t k = 0; k < n; ++k) {
-    const auto position = static_cast<uint64_t>(positions[k]);
-    if (position / kDigestBlock != block) {
-      close_block();
-      block = position / kDigestBlock;
-    }
-    const uint64_t change = static_cast<uint64_t>(new_values[k]) - static_cast<uint64_t>(old_values[k]);
-    block_sums[0] += change * key.slots[position % kDigestBlock];
-    block_sums[1] += change * key.slots[kDigestBlock + position % kDigestBlock];
-  }
-  close_block();
-}
-
-// The same for changes among up to kBlocks blocks from `origin`, a block's beginning, on: sums by block first, without a
-// branch to mispredict at every new block.
+// Adds (new - old) * K over n changed entries among up to kBlocks blocks from `origin`, a block's beginning, on: sums by
+// block first, without a branch to mispredict at every new block.
 template <int kBlocks, class T>
 void add_changes_near(const DigestKey& key, uint64_t origin, const uint16_t* positions, const T* old_values,
                       const T* new_values, int64_t n, uint64_t sums[2]) {
@@ -106,15 +86,15 @@ void add_changes_near(const DigestKey& key, uint64_t origin, const uint16_t* pos
   }
 }
 
-template <class T, class Index>
-void digest_update(Runner& runner, const Index* indices, const T* old_values, const T* new_values, int64_t n,
-                   uint64_t key_value, uint64_t result[2]) {
+// `fn` is digest_changes_kernel's.
+inline void digest_update(Runner& runner, DigestChangesFn fn, const Changed& changed, int64_t n, uint64_t key_value,
+                          uint64_t result[2]) {
   const DigestKey key(key_value);
   std::atomic<uint64_t> total0{0}, total1{0};
   runner.for_each((n + kUpdateTask - 1) / kUpdateTask, [&](int, int64_t task) {
     const int64_t first = task * kUpdateTask, count = n - first < kUpdateTask ? n - first : kUpdateTask;
     uint64_t sums[2] = {0, 0};
-    add_changes(key, indices + first, old_values + first, new_values + first, count, sums);
+    fn(changed, first, first + count, key, sums);
     total0 += sums[0];
     total1 += sums[1];
   });
