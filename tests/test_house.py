@@ -16,12 +16,12 @@ PACKAGE = Path(__file__).parent.parent / "pulse_kernels"
 # From the ground up: a module may import those of lower rows, and of its own where they are one package. A new module
 # gets its place here.
 FLOORS = [
-    {"errors", "checks", "dtypes", "transfer", "backends.native"},
+    {"errors", "checks", "dtypes", "transfer", "report", "backends.native"},
     {"backends"},
     {"ops"},
     {"state", "patch_fold"},
     {"patch"},
-    {"codec", "checkpoint"},
+    {"codec", "checkpoint", "ranks"},
     {"checkpoint_patch"},
     {"sync", "loco", "integrations"},
     {"demo"},
@@ -29,7 +29,7 @@ FLOORS = [
     {"__main__"},
 ]
 # Leaves know nothing of the package, not even of each other.
-LEAVES = {"errors", "checks", "dtypes", "transfer", "backends.native"}
+LEAVES = {"errors", "checks", "dtypes", "transfer", "report", "backends.native"}
 
 
 def place(module: str) -> str:

@@ -9,7 +9,6 @@ store.py       object stores               reports.py    what each step tells
 bounds.py      what a version may have     estimate.py   sizes and times before a run
 group.py       without a store: both ends over a process group; agreement.py what its ranks tell each other
 sharded.py     the trainer's end where its state lies on many ranks; sharding.py boxes of tensors, sharded_anchor.py
-collectives.py bytes over torch.distributed
 metrics.py     for Prometheus              metrics_server.py over HTTP
 """
 

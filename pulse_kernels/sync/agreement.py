@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pulse_kernels.dtypes import dtype_name
 from pulse_kernels.errors import GroupError
-from pulse_kernels.sync.collectives import check_size
+from pulse_kernels.ranks.collectives import check_size
 
 MAGIC = b"PULSEGR1"
 RECORD_BYTES = 512

@@ -23,6 +23,8 @@ from torch import Tensor
 from pulse_kernels import codec
 from pulse_kernels.errors import ChainError, GroupError, VerificationError
 from pulse_kernels.patch import Patch
+from pulse_kernels.ranks.collectives import Group, broadcast_payload, broadcast_tensor, gather_rows
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.agreement import (
     NOTHING,
@@ -37,9 +39,8 @@ from pulse_kernels.sync.agreement import (
     layout_of,
 )
 from pulse_kernels.sync.chain import next_version
-from pulse_kernels.sync.collectives import Group, broadcast_payload, broadcast_tensor, gather_rows
 from pulse_kernels.sync.receiver import Receiver, Staged
-from pulse_kernels.sync.reports import ApplyReport, Phases, PublishReport
+from pulse_kernels.sync.reports import ApplyReport, PublishReport
 from pulse_kernels.sync.source import Change, Source
 
 _CHUNK = 64 << 20  # bytes of a tensor that one broadcast of the whole state carries

@@ -20,12 +20,13 @@ from torch import Tensor
 from pulse_kernels import codec
 from pulse_kernels.errors import BaseMismatchError, ConflictError, PulseError
 from pulse_kernels.patch import Patch
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
-from pulse_kernels.sync.reports import Phases, PublishReport
+from pulse_kernels.sync.reports import PublishReport
 from pulse_kernels.sync.retention import check_retention, prune
 from pulse_kernels.sync.signing import signer_from, trusted_keys
 from pulse_kernels.sync.source import Change, Source

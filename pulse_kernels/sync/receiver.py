@@ -16,8 +16,8 @@ from pulse_kernels import checks, ops
 from pulse_kernels.backends import for_device
 from pulse_kernels.errors import BaseMismatchError, PulseError, VerificationError
 from pulse_kernels.patch import Patch, TensorPatch
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest, named_tensors
-from pulse_kernels.sync.reports import Phases
 
 _DENSE = 1 / 4  # share of changed elements from which a whole tensor takes less memory than its changes
 

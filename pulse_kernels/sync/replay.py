@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pulse_kernels.errors import BaseMismatchError, ChainError, PatchFormatError, VerificationError
 from pulse_kernels.patch import Patch
+from pulse_kernels.report import Phases
 from pulse_kernels.state import StateDigest
 from pulse_kernels.sync.anchor import fetch_anchor
 from pulse_kernels.sync.chain import Chain, Route, first_sound
 from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.merge import merge_parts
-from pulse_kernels.sync.reports import Phases
 
 
 def state_at(chain: Chain, version: int) -> dict[str, Tensor]:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-
-class _Report:
-    report: ClassVar[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-able data; "report" says which kind it is."""
-        return {"report": self.report, **asdict(self)}  # type: ignore[call-overload]
-
-    @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())  # type: ignore[attr-defined,no-any-return]
+from pulse_kernels.report import Report
 
 
 @dataclass(frozen=True)
-class PublishReport(_Report):
+class PublishReport(Report):
     """A version sent. seconds: by phase: check (does anybody else publish), gate (find the changes), digest (of whole
     states, with anchors), pack (code indices and values), encode (container and BLAKE3), anchor (read, hash, send the
     whole state), upload (of the patch), commit (the manifest), prune (retention).
@@ -49,7 +39,7 @@ class PublishReport(_Report):
 
 
 @dataclass(frozen=True)
-class StageReport(_Report):
+class StageReport(Report):
     """A version made ready. seconds: by phase: route (manifests), fetch, decode. from_anchor: whether it is reached
     from an anchor. patches: how many were folded."""
 
@@ -65,7 +55,7 @@ class StageReport(_Report):
 
 
 @dataclass(frozen=True)
-class ApplyReport(_Report):
+class ApplyReport(Report):
     """A version in place. seconds: by phase: apply (the pause; with verify="full" the sweep is in "verify"), and,
     where ``poll`` made it, those of the stage before it."""
 
@@ -76,18 +66,3 @@ class ApplyReport(_Report):
     digest: str
     num_changed: int
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-class Phases:
-    """Wall-clock seconds by phase, in the order in which phases first ended; whatever is in no phase is the next's."""
-
-    def __init__(self, clock: Any) -> None:
-        self._clock = clock
-        self._last = clock()
-        self.seconds: dict[str, float] = {}
-
-    def end(self, phase: str) -> None:
-        """What has passed since the phase before it ended was ``phase``."""
-        now = self._clock()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now

@@ -16,19 +16,20 @@ from typing import Any
 
 from pulse_kernels import codec
 from pulse_kernels.errors import ConflictError, GroupError, PulseError
+from pulse_kernels.ranks.collectives import Group
+from pulse_kernels.ranks.together import Together
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest
 from pulse_kernels.sync.anchor import AnchorFiles
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
-from pulse_kernels.sync.collectives import Group
 from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
-from pulse_kernels.sync.reports import Phases, PublishReport
+from pulse_kernels.sync.reports import PublishReport
 from pulse_kernels.sync.sharded_anchor import anchor_to_json, index_of, send_sharded_anchor
 from pulse_kernels.sync.sharded_source import Offer, ShardedSource
 from pulse_kernels.sync.sharding import Shard
 from pulse_kernels.sync.signing import signer_from, trusted_keys
 from pulse_kernels.sync.store import AlreadyExists, StoreLike, open_store
-from pulse_kernels.sync.together import Together
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pulse_kernels.checkpoint.layout import DIGEST_KEY, INDEX_FILE, VERSION_KEY, index_bytes
+from pulse_kernels.ranks.collectives import Group, group_device
 from pulse_kernels.sync.anchor import AnchorFiles, send_anchor, shards
-from pulse_kernels.sync.collectives import Group, group_device
 from pulse_kernels.sync.manifest import anchor_folder
 from pulse_kernels.sync.sharding import Box
 from pulse_kernels.sync.store import Store

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pulse_kernels.dtypes import DTYPES, dtype_name
 from pulse_kernels.patch import Patch, TensorPatch
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest, tensor_key, unsigned
-from pulse_kernels.sync.reports import Phases
 from pulse_kernels.sync.sharding import Box, Local, Shard, boxes_of, owners
 from pulse_kernels.sync.source import Change, Source
 

@@ -24,6 +24,7 @@ from pulse_kernels.errors import (
     VerificationError,
 )
 from pulse_kernels.patch import Patch
+from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, named_tensors
 from pulse_kernels.sync.bounds import check_sizes
 from pulse_kernels.sync.chain import Chain, Route, first_sound
@@ -31,7 +32,7 @@ from pulse_kernels.sync.manifest import Manifest
 from pulse_kernels.sync.persist import Saved, StateFolder
 from pulse_kernels.sync.receiver import Receiver, Staged
 from pulse_kernels.sync.replay import decoded, state_along, state_at
-from pulse_kernels.sync.reports import ApplyReport, Phases, StageReport
+from pulse_kernels.sync.reports import ApplyReport, StageReport
 from pulse_kernels.sync.signing import trusted_keys
 from pulse_kernels.sync.store import NotFound, StoreLike, open_store
 

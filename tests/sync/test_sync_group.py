@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks_pool import Died, Ranks
 from sync_models import Trainer, assert_same_bits, blank
-from sync_ranks import Died, Ranks
 from torch import Tensor
 
 from pulse_kernels import GroupError, NonFiniteError, StateDigest, VerificationError
-from pulse_kernels.sync import GroupPublisher, GroupSubscriber, collectives
+from pulse_kernels.ranks import collectives
+from pulse_kernels.sync import GroupPublisher, GroupSubscriber
 from pulse_kernels.sync.agreement import RECEIVER, RECORD_BYTES, TRAINER, WHOLE, Record, agree
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks_pool import Died, Ranks
 from sync_models import assert_same_bits, blank
-from sync_ranks import Died, Ranks
 from torch import Tensor
 
 from pulse_kernels import ConflictError, PulseError, StateDigest, StoreError

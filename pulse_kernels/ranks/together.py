@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pulse_kernels.errors import GroupError
-from pulse_kernels.sync.collectives import GATHER_LIMIT, Group, broadcast_bytes, gather_bytes
+from pulse_kernels.ranks.collectives import GATHER_LIMIT, Group, broadcast_bytes, gather_bytes
 
 _MOST = 2000  # characters of an error that others are told
 
@@ -64,7 +64,7 @@ class Together:
         if found != what:
             raise GroupError(
                 f"a rank takes the step {found!r:.100} where this one takes {what!r}: the ranks are out of step, as "
-                "after an interrupt on one. Make a new process group and new publishers: they continue the chain"
+                "after an interrupt on one. Make a new process group, and anew what used this one"
             )
 
 
