@@ -1,0 +1,415 @@
+"""PulseLoCo: counts the inner steps, and runs a round when one is due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pulse_kernels.errors import GroupError, PulseError
+from pulse_kernels.loco import membership
+from pulse_kernels.loco.exchange import Exchange, Traffic, reduce_is_smaller
+from pulse_kernels.loco.fragment import Fragment, OuterOptimizer
+from pulse_kernels.loco.reports import SyncReport
+from pulse_kernels.loco.tensors import fragments as in_fragments
+from pulse_kernels.loco.tensors import trained
+from pulse_kernels.loco.wire import Entries
+from pulse_kernels.ranks.collectives import Group, gather_rows, group_device
+from pulse_kernels.report import Phases
+from pulse_kernels.state import Params, StateDigest
+
+_VIEWS = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+_MODES = ("auto", "gather", "reduce")
+_FIRST_DENSITY = 0.05  # what a round is taken to fire before there was one (arXiv 2602.03839: 4 to 5%)
+
+nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""DiLoCo's outer optimizer (arXiv 2311.08105)."""
+
+
+class PulseLoCo:
+    """Keeps trainers that step apart on common weights: every ``sync_every`` steps they exchange, of how far each has
+    moved, what the BF16 view of the weights can see; the rest stays with each as its residual (arXiv 2602.03839).
+
+        loco = PulseLoCo(model, sync_every=8)
+        loco.attach(optimizer)          # from here on optimizer.step() also counts and synchronises
+
+    Of every parameter, all FP32: ``s = residual + (theta - local)``. Entries fire where ``bf16(theta - s)`` has other
+    bits than ``bf16(theta)``; those are sent, the others become the residual. The mean over all ranks is the gradient
+    of ``outer_optimizer``'s step of theta, the global weights; local weights restart from there.
+
+    params: nn.Module, dict or (name, tensor) pairs; frozen parameters take no part, tied ones once. masters: FP32
+    weights under the names of low-precision parameters, which are cast from them after every round. sync_every: inner
+    steps a round (H). outer_optimizer: makes a torch optimizer of a list of tensors; SGD(lr=0.7, momentum=0.9,
+    nesterov=True) by default. process_group: the trainers, None for all ranks; without torch.distributed this process
+    works alone. gate: "bf16", "fp16": the view; None sends all, which is DiLoCo. fragments: groups of tensors, each
+    synchronised at its own offset within the H steps, so that peak traffic falls by their number. bucket_numel:
+    elements gated and exchanged at once. exchange: "gather", "reduce", or "auto" for what takes fewer bytes. compress:
+    zstd on the values' byte planes; None: where the bytes travel from host memory. offload: global weights, residual
+    and momentum in host memory, pinned where there is a GPU; gate and outer step then run on the CPU. commit: asked on
+    every rank once all have everything, as a torchft manager's ``should_commit``; the round counts if all say True.
+    verify: compare the digests of the global weights of all ranks after every round. threads: for zstd.
+
+    Making one is collective, as ``sync`` is: all start from the global weights of those who already are in the group,
+    or else from rank 0's. Keeps, in FP32, the global weights, the residual (not with gate=None) and the outer
+    optimizer's state; a round needs one bucket more and what fired.
+
+    Raises ValueError, TypeError (arguments), GroupError (ranks differ in model or settings).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        masters: Params | None = None,
+        sync_every: int = 8,
+        outer_optimizer: OuterOptimizer | None = None,
+        process_group: Group = None,
+        gate: str | None = "bf16",
+        fragments: int = 1,
+        bucket_numel: int = 1 << 24,
+        exchange: str = "auto",
+        compress: bool | None = None,
+        offload: bool = False,
+        commit: Callable[[], bool] | None = None,
+        verify: bool = True,
+        threads: int = 4,
+        on_report: Callable[[SyncReport], None] | None = None,
+    ) -> None:
+        if sync_every < 1:
+            raise ValueError(f"sync_every is {sync_every}, expected at least 1")
+        if gate not in _VIEWS:
+            raise ValueError(f"gate is {gate!r}, expected 'bf16', 'fp16' or None")
+        if not 1 <= fragments <= sync_every:
+            raise ValueError(f"fragments is {fragments}, expected 1 to sync_every ({sync_every})")
+        if not 1 <= bucket_numel < 1 << 31:
+            raise ValueError(f"bucket_numel is {bucket_numel}, expected 1 to 2^31 - 1")
+        if exchange not in _MODES:
+            raise ValueError(f"exchange is {exchange!r}, expected one of {', '.join(map(repr, _MODES))}")
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, expected at least 1")
+        self.sync_every = sync_every
+        self.process_group = process_group
+        self._mode, self._compress, self._threads = exchange, compress, threads
+        self._commit_hook, self._verify, self._on_report = commit, verify, on_report
+        tensors = trained(params, masters)
+        self.local, self._casts, self.tied = tensors.local, tensors.casts, tensors.tied
+        self._device = next(iter(self.local.values())).device
+        self._offload = offload
+        work = {name: self._host_copy(tensor) for name, tensor in self.local.items()} if offload else self.local
+        make = nesterov if outer_optimizer is None else outer_optimizer
+        groups = in_fragments({name: tensor.numel() for name, tensor in self.local.items()}, fragments)
+        self.fragments = []
+        for names in groups:
+            theta = {name: self._host_copy(work[name]) if offload else work[name].clone() for name in names}
+            part = {name: work[name] for name in names}
+            self.fragments.append(Fragment.of(part, theta, make, _VIEWS[gate], bucket_numel))
+        self.steps = 0
+        self.due: set[int] = set()
+        self.last_report: SyncReport | None = None
+        self.density = _FIRST_DENSITY  # of all ranks in the round before
+        self._settings = [gate, sync_every, fragments, bucket_numel, exchange]
+        self._broken = ""
+        self.regroup(process_group, joining=True)
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    @property
+    def theta(self) -> dict[str, Tensor]:
+        """The global weights by name, FP32; read only."""
+        return {name: tensor for fragment in self.fragments for name, tensor in fragment.theta.items()}
+
+    @property
+    def residual(self) -> dict[str, Tensor]:
+        """By name what did not fire yet, FP32; empty with gate=None. Read only."""
+        return {name: tensor for part in self.fragments for name, tensor in (part.residual or {}).items()}
+
+    @property
+    def outer_optimizers(self) -> list[Optimizer]:
+        """One a fragment, as for a schedule of learning rates."""
+        return [fragment.outer for fragment in self.fragments]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds committed by the fragment that has fewest."""
+        return min(fragment.rounds for fragment in self.fragments)
+
+    @property
+    def alone(self) -> bool:
+        return not (dist.is_available() and dist.is_initialized())
+
+    @property
+    def world(self) -> int:
+        """Ranks that take part."""
+        return 1 if self.alone else dist.get_world_size(self.process_group)
+
+    @property
+    def rank(self) -> int:
+        """This one's, in the group."""
+        return 0 if self.alone else dist.get_rank(self.process_group)
+
+    # ---- what users call ------------------------------------------------------------------------------------------
+
+    def attach(self, inner_optimizer: Optimizer) -> Any:
+        """Call ``step`` after every step of ``inner_optimizer``. Returns a handle whose ``remove()`` ends that."""
+
+        def stepped(*_: Any) -> None:
+            self.step()
+
+        return inner_optimizer.register_step_post_hook(stepped)
+
+    def step(self) -> SyncReport | None:
+        """Count an inner step, and synchronise what is due; the round's report, None where there was none.
+
+        What a failed round had to send stays due: the next step tries again. Raises what ``sync`` raises.
+        """
+        self.steps += 1
+        count = len(self.fragments)
+        for k in range(count):
+            if self.steps % self.sync_every == (k + 1) * self.sync_every // count % self.sync_every:
+                self.due.add(k)
+        return self.sync(sorted(self.due)) if self.due else None
+
+    def sync(self, fragments: int | Iterable[int] | None = None) -> SyncReport:
+        """One round, now, on all ranks: of the given fragments, by default of all.
+
+        Either every rank's residual, global weights and local weights go on, or nothing changes on any, and what was to
+        be sent goes with the next round.
+
+        Raises NonFiniteError (this rank's update is infinite or NaN), GroupError (another rank failed, or is out of
+        step, or is gone; names the rank and the reason). After a rank has gone, or a time-out, the process group is of
+        no use any more: make a new one and call ``regroup``.
+        """
+        chosen = self._chosen(fragments)
+        if self._broken:
+            raise PulseError(self._broken)
+        parts = [self.fragments[k] for k in chosen]
+        if doubtful := [k for k in chosen if self.fragments[k].sent]:
+            raise GroupError(
+                f"the last round of fragment {doubtful[0]} may have been committed by other ranks: make a new process "
+                "group and call regroup() on all ranks first"
+            )
+        phases = Phases(time.perf_counter)
+        traffic, counts, mode = Traffic(), 0, "alone"
+        if self._offload:
+            for part in parts:
+                for name, work in part.work.items():
+                    work.copy_(self.local[name])
+        agreeing = False
+        sent: dict[int, list[Entries]] = {k: [] for k in chosen}
+        places = [(k, bucket) for k in chosen for bucket in self.fragments[k].buckets]
+
+        def gate(place: int) -> Entries:
+            k, bucket = places[place]
+            entries = self.fragments[k].gate(bucket)
+            sent[k].append(entries)
+            return entries
+
+        try:
+            if self.alone:
+                sums = [gate(place) for place in range(len(places))]
+                phases.end("gate")
+                traffic.count = counts = sum(each.count for each in sums)
+            else:
+                exchange = self._exchange(chosen)
+                mode, traffic = "reduce" if exchange.parts > 1 else "gather", exchange.traffic
+                sums = exchange.run([bucket.numel for _, bucket in places], gate, phases)
+                counts = exchange.counts
+                means = self._means(sums)  # a lack of memory is found before all agree
+                agreeing = True
+                exchange.agree()
+                agreeing = False
+            committed = self._voted(None if self.alone else exchange)
+        except (PulseError, ValueError, TypeError):
+            raise
+        except Exception as error:
+            if agreeing:  # others may have heard of all
+                for k in chosen:
+                    self.fragments[k].sent = sent[k]
+            if self.alone:
+                raise
+            raise GroupError(
+                f"round {self.fragments[chosen[0]].rounds + 1} failed: {type(error).__name__}: {error}. Nothing was "
+                "changed and nothing is lost. If a rank is gone or was too late, make a new process group and call "
+                "regroup() on the ranks that are left"
+            ) from error
+        if self.alone:
+            means = sums
+        phases.end("agree")
+        digest = ""
+        if committed:
+            for k in chosen:
+                self.fragments[k].sent = sent[k]
+            self._commit(parts, means)
+            self.due -= set(chosen)
+            phases.end("commit")
+            if self._verify:
+                digest = self._check_digests(parts)
+                phases.end("verify")
+        numel = sum(part.numel for part in parts)
+        self.density = counts / max(1, numel * self.world)
+        report = SyncReport(
+            round=parts[0].rounds + (not committed),
+            fragments=tuple(chosen),
+            committed=committed,
+            world=self.world,
+            num_fired=traffic.count,
+            numel=numel,
+            density=traffic.count / max(1, numel),
+            mean_density=self.density,
+            payload_bytes=traffic.payload,
+            sent_bytes=traffic.sent,
+            dense_bytes=4 * numel,
+            ratio=4 * numel / traffic.payload if traffic.payload else 0.0,
+            mode=mode,
+            digest=digest,
+            seconds=dict(phases.seconds),
+        )
+        self.last_report = report
+        if self._on_report is not None:
+            self._on_report(report)
+        return report
+
+    def regroup(self, process_group: Group = None, *, joining: bool = False) -> None:
+        """Go on with the ranks of a new process group; collective over it.
+
+        Ranks that are new in it (that call the constructor, or ``joining``) get the global weights and the outer
+        optimizer's state of those who were there, and begin with a zero residual. A rank that had not heard that the
+        last round was committed makes up for it. Raises GroupError where the ranks' models or settings differ.
+        """
+        self.process_group = process_group
+        if not self.alone:
+            membership.meet(self, joining)
+        if joining:
+            self._to_local(self.fragments)
+
+    def hand_over(self, leaving: Sequence[int], to: int | None = None) -> dict[int, float]:
+        """Before ranks leave: what they have not sent goes to the rank ``to``, or is lost; collective.
+
+        leaving, to: ranks of the group, the same on all. Returns by leaving rank the sum of magnitudes of what it had
+        not sent (``residual + (theta - local)``), which is what was handed over, or with ``to`` None what is lost with
+        it. The leaving ranks' residuals are zero then. Raises ValueError (ranks), GroupError.
+        """
+        return membership.hand_over(self, list(leaving), to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, the tensors themselves: global weights, outer optimizer, residual, counters.
+
+        The local weights are the model's and the inner optimizer's own state_dicts. ``save`` writes all ranks' states.
+        """
+        from pulse_kernels.loco import checkpoint
+
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a ``state_dict`` of the same model and fragments. Local weights stay as they are: load the model's
+        and the inner optimizer's as well. ValueError, TypeError where it does not fit; all is then as it was."""
+        from pulse_kernels.loco import checkpoint
+
+        checkpoint.load_state_dict(self, state)
+
+    def save(self, folder: Any) -> None:
+        """Write the state of all ranks with torch.distributed.checkpoint; collective. docs/pulseloco.md: layout."""
+        from pulse_kernels.loco import checkpoint
+
+        checkpoint.save(self, folder)
+
+    def load(self, folder: Any, *, residuals: str = "sum") -> None:
+        """Read what ``save`` wrote; collective. With as many ranks as then, each gets its own residual again.
+
+        residuals: for another number of ranks. "sum": rank r gets the sum of the residuals of the old ranks r, r + K,
+        r + 2K, ..., K being the ranks now, so that nothing is lost. "drop": all begin at zero, with a warning. Raises
+        CheckpointError, ValueError where the folder holds another model; all is then as it was.
+        """
+        from pulse_kernels.loco import checkpoint
+
+        checkpoint.load(self, folder, residuals)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _host_copy(self, tensor: Tensor) -> Tensor:
+        copy = torch.empty(tensor.shape, dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
+        return copy.copy_(tensor)
+
+    def _chosen(self, fragments: int | Iterable[int] | None) -> list[int]:
+        if fragments is None:
+            return list(range(len(self.fragments)))
+        chosen = sorted({fragments} if isinstance(fragments, int) else set(fragments))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.fragments):
+            raise ValueError(f"fragments {chosen}: expected some of 0 to {len(self.fragments) - 1}")
+        return chosen
+
+    def _exchange(self, chosen: Sequence[int]) -> Exchange:
+        dense = self.fragments[0].view is None
+        reduce = self._mode == "reduce" or (
+            self._mode == "auto" and reduce_is_smaller(self.world, self.density, dense=dense)
+        )
+        compress = self._compress
+        if compress is None:
+            compress = group_device(self.process_group).type == "cpu"
+        tag = (sum(self.fragments[k].rounds for k in chosen) + 1, sum(1 << k for k in chosen))
+        return Exchange(
+            self.process_group, self._work_device, tag, reduce=reduce, compress=compress, threads=self._threads
+        )
+
+    @property
+    def _work_device(self) -> torch.device:
+        return torch.device("cpu") if self._offload else self._device
+
+    def _means(self, sums: Sequence[Entries]) -> list[Entries]:
+        return [Entries(each.indices, each.values / self.world) for each in sums]
+
+    def _voted(self, exchange: Exchange | None) -> bool:
+        if self._commit_hook is None:
+            return True
+        ballot: bool | Exception
+        try:
+            ballot = bool(self._commit_hook())
+        except Exception as error:
+            if exchange is None:
+                raise
+            ballot = error
+        return bool(ballot) if exchange is None else all(exchange.vote(ballot))
+
+    def _commit(self, parts: Sequence[Fragment], means: Sequence[Entries]) -> None:
+        self._broken = (
+            "a round was interrupted while it was committed, so that this rank's state is neither the old nor the new "
+            "one; load a checkpoint, or make a new PulseLoCo, which joins with the other ranks' weights"
+        )
+        at = 0
+        for part in parts:
+            part.keep_residual()
+            part.step(means[at : at + len(part.buckets)])
+            at += len(part.buckets)
+        self._to_local(parts)
+        self._broken = ""
+
+    def _to_local(self, parts: Sequence[Fragment]) -> None:
+        """Local weights and their casts as theta."""
+        for part in parts:
+            for name, tensor in part.theta.items():
+                if self.local[name] is not part.work[name]:
+                    self.local[name].copy_(tensor)
+                if name in self._casts:
+                    self._casts[name].detach().copy_(self.local[name])
+
+    def _check_digests(self, parts: Sequence[Fragment]) -> str:
+        digest = StateDigest.of({name: tensor for part in parts for name, tensor in part.theta.items()}).hexdigest()
+        if self.alone:
+            return digest
+        rows = [row.hex() for row in gather_rows(bytes.fromhex(digest), self.process_group)]
+        if len(set(rows)) > 1:
+            common = max(sorted(set(rows)), key=rows.count)
+            others = {rank: f"digest {row}" for rank, row in enumerate(rows) if row != common}
+            self._broken = (
+                f"after round {parts[0].rounds} the global weights of ranks {sorted(others)} have another digest than "
+                f"those of the others ({common}): memory was damaged, or something else writes to theta or to the "
+                "outer optimizer's state. Load a checkpoint on all ranks"
+            )
+            raise GroupError(self._broken, others)
+        return digest
