@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,28 @@ def _serve(pipe: Connection, rank: int) -> None:
         pipe.send(answer)
 
 
+def _start(rank: int) -> tuple[Connection, SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
 class Ranks:
     """Up to ``size`` processes, started when first needed and kept for the next call."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        started = [_start(rank) for rank in range(size)]
+        self.pipes = [pipe for pipe, _ in started]
+        self.processes = [process for _, process in started]
+
+    def restart(self, rank: int) -> None:
+        """Another process in place of one that died."""
+        self.processes[rank].join(10)
+        self.pipes[rank].close()
+        self.pipes[rank], self.processes[rank] = _start(rank)
 
     def run(self, function: Callable[..., Any], *args: Any, world: int = 3, seconds: float = SECONDS) -> list[Any]:
         """``function(rank, *args)`` on each rank; what each returned, ``Died`` where a rank ended. Errors fail."""

@@ -76,7 +76,10 @@ def reduce_is_smaller(world: int, density: float, *, dense: bool) -> bool:
 
 
 class Exchange:
-    """One round's collectives. ``group`` None: all ranks. tag: (round, fragments), the same on all ranks."""
+    """One round's collectives. ``group`` None: all ranks. tag: (round, fragments), the same on all ranks.
+
+    failure: what has failed on this rank; the next header tells the others, and raises it here.
+    """
 
     def __init__(
         self, group: Group, device: torch.device, tag: tuple[int, int], *, reduce: bool, compress: bool, threads: int
@@ -90,7 +93,7 @@ class Exchange:
         self.compress, self.threads = compress, threads
         self.traffic = Traffic()
         self.counts = 0  # entries of all ranks
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._sum: Tensor | None = None
         self._zeros: Tensor | None = None
 
@@ -106,14 +109,14 @@ class Exchange:
         try:
             for bucket, numel in enumerate(numels):
                 parts: list[tuple[Label, Tensor]] = []
-                if self._failure is None:
+                if self.failure is None:
                     try:
                         entries = make(bucket)
                         phases.end("gate")
                         parts = self._encoded(entries, numel)
                         phases.end("pack")
                     except Exception as error:
-                        self._failure = error
+                        self.failure = error
                 labels = self._labels(FIRST, bucket, [label for label, _ in parts], self._bounds(numel))
                 coming = self._send(bucket, numel, labels, [payload for _, payload in parts])
                 phases.end("exchange")
@@ -129,22 +132,29 @@ class Exchange:
                     flight.wait()
         return sums
 
-    def agree(self, failure: Exception | None = None) -> None:
-        """Returns on all ranks, once all have all sums; else raises on all."""
-        self._failure = self._failure or failure
+    def means(self, sums: Sequence[Entries]) -> list[Entries]:
+        """The sums over the number of ranks; what fails is told at the next header."""
+        try:
+            return [Entries(each.indices, each.values / self.world) for each in sums]
+        except Exception as error:
+            self.failure = self.failure or error
+            return []
+
+    def agree(self) -> None:
+        """Returns on all ranks, once all have all; else raises on all."""
         self._header(AGREE, 0, b"")
 
     def vote(self, ballot: bool | Exception) -> list[bool]:
         """What every rank says, by rank; an exception of one is raised by all."""
         if isinstance(ballot, Exception):
-            self._failure = ballot
+            self.failure = ballot
         return [row == b"\1" for row in self._header(VOTE, 0, bytes([ballot is True]))]
 
     # ---- headers --------------------------------------------------------------------------------------------------
 
     def _header(self, step: int, bucket: int, body: bytes) -> list[bytes]:
         """The ``body`` of every rank; all are equally long. Raises on every rank where one has failed."""
-        failure = self._failure
+        failure = self.failure
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         told = text.encode("utf-8", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         head = _HEAD.pack(_MAGIC, *self.tag, bucket << 2 | step, failure is not None)
@@ -247,19 +257,19 @@ class Exchange:
         numel = bounds[part + 1] - bounds[part]
         sums = Entries(torch.empty(0, dtype=torch.int32, device=self.device), torch.empty(0, device=self.device))
         try:
-            if self._failure is None:
+            if self.failure is None:
                 sums = self._add(flight, [row[part] for row in flight.labels], numel)
         except Exception as error:
-            self._failure = error
+            self.failure = error
         phases.end("reduce")
         if self.parts == 1:
             return sums
         label, payload = None, torch.empty(0, dtype=torch.uint8, device=self.wire_device)
         try:
-            if self._failure is None:
+            if self.failure is None:
                 label, payload = self._encode(sums, numel)
         except Exception as error:
-            self._failure = error
+            self.failure = error
         rows = self._sum_labels(flight.bucket, label, bounds)
         phases.end("pack")
         received, work = self._gather(payload, [each.total for each in rows])
@@ -273,7 +283,7 @@ class Exchange:
             ]
             sums = _join(parts, bounds)
         except Exception as error:
-            self._failure = error
+            self.failure = error
         phases.end("reduce")
         return sums
 

@@ -30,7 +30,7 @@ class Fragment:
     buckets: list[Bucket]
     view: torch.dtype | None
     rounds: int = 0
-    sent: list[Entries] = field(default_factory=list)  # of a round under way, or of one that may have been committed
+    sent: list[Entries] = field(default_factory=list)  # in a round that others may have committed
 
     @classmethod
     def of(
@@ -64,18 +64,18 @@ class Fragment:
         check_finite(entries.values, f"the pseudo-gradient of {_names(bucket)}")
         return entries
 
-    def keep_residual(self) -> None:
-        """What was not sent is the residual: in the round of ``sent``, whose base theta still is."""
+    def keep_residual(self, sent: Sequence[Entries]) -> None:
+        """What was not ``sent``, by bucket, is the residual; theta and the local weights are as they were then."""
         if self.residual is not None:
-            for bucket, sent in zip(self.buckets, self.sent, strict=True):
-                assert sent.indices is not None
-                indices = [index for _, index, _ in by_pieces(bucket, sent.indices, sent.values)]
+            for bucket, entries in zip(self.buckets, sent, strict=True):
+                assert entries.indices is not None
+                indices = [index for _, index, _ in by_pieces(bucket, entries.indices, entries.values)]
                 ops.commit_residual_many_(
                     bucket.of(self.theta), bucket.of(self.work), bucket.of(self.residual), indices, check=False
                 )
 
     def step(self, means: Sequence[Entries]) -> None:
-        """The outer step. The mean becomes theta's gradient in the memory of the local weights, which are theta then."""
+        """The outer step; the local weights' memory holds theta's gradient, the mean, and then theta."""
         for bucket, mean in zip(self.buckets, means, strict=True):
             _fill(bucket, self.work, mean)
         for name, tensor in self.theta.items():
@@ -87,7 +87,6 @@ class Fragment:
                 tensor.grad = None
         self.reset()
         self.rounds += 1
-        self.sent = []
 
     def reset(self) -> None:
         """Local weights as the global ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,26 @@ _FIRST_DENSITY = 0.05  # what a round is taken to fire before there was one (arX
 
 nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """DiLoCo's outer optimizer (arXiv 2311.08105)."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A round up to the commit. sent: this rank's entries, by fragment and bucket. means: over all ranks, by bucket.
+    counts: entries of all ranks."""
+
+    sent: list[list[Entries]]
+    means: list[Entries]
+    traffic: Traffic
+    counts: int
+    mode: str
+    committed: bool
+
+
+def _ballot(hook: Callable[[], bool]) -> bool | Exception:
+    try:
+        return bool(hook())
+    except Exception as error:
+        return error
 
 
 class PulseLoCo:
@@ -186,87 +207,35 @@ class PulseLoCo:
         no use any more: make a new one and call ``regroup``.
         """
         chosen = self._chosen(fragments)
-        if self._broken:
-            raise PulseError(self._broken)
         parts = [self.fragments[k] for k in chosen]
-        if doubtful := [k for k in chosen if self.fragments[k].sent]:
-            raise GroupError(
-                f"the last round of fragment {doubtful[0]} may have been committed by other ranks: make a new process "
-                "group and call regroup() on all ranks first"
-            )
+        self._check_usable(parts)
         phases = Phases(time.perf_counter)
-        traffic, counts, mode = Traffic(), 0, "alone"
-        if self._offload:
-            for part in parts:
-                for name, work in part.work.items():
-                    work.copy_(self.local[name])
-        agreeing = False
-        sent: dict[int, list[Entries]] = {k: [] for k in chosen}
-        places = [(k, bucket) for k in chosen for bucket in self.fragments[k].buckets]
-
-        def gate(place: int) -> Entries:
-            k, bucket = places[place]
-            entries = self.fragments[k].gate(bucket)
-            sent[k].append(entries)
-            return entries
-
-        try:
-            if self.alone:
-                sums = [gate(place) for place in range(len(places))]
-                phases.end("gate")
-                traffic.count = counts = sum(each.count for each in sums)
-            else:
-                exchange = self._exchange(chosen)
-                mode, traffic = "reduce" if exchange.parts > 1 else "gather", exchange.traffic
-                sums = exchange.run([bucket.numel for _, bucket in places], gate, phases)
-                counts = exchange.counts
-                means = self._means(sums)  # a lack of memory is found before all agree
-                agreeing = True
-                exchange.agree()
-                agreeing = False
-            committed = self._voted(None if self.alone else exchange)
-        except (PulseError, ValueError, TypeError):
-            raise
-        except Exception as error:
-            if agreeing:  # others may have heard of all
-                for k in chosen:
-                    self.fragments[k].sent = sent[k]
-            if self.alone:
-                raise
-            raise GroupError(
-                f"round {self.fragments[chosen[0]].rounds + 1} failed: {type(error).__name__}: {error}. Nothing was "
-                "changed and nothing is lost. If a rank is gone or was too late, make a new process group and call "
-                "regroup() on the ranks that are left"
-            ) from error
-        if self.alone:
-            means = sums
-        phases.end("agree")
+        self._bring_local(parts)
+        found = self._alone(parts, phases) if self.alone else self._together(chosen, phases)
         digest = ""
-        if committed:
-            for k in chosen:
-                self.fragments[k].sent = sent[k]
-            self._commit(parts, means)
+        if found.committed:
+            self._commit(parts, found)
             self.due -= set(chosen)
             phases.end("commit")
             if self._verify:
                 digest = self._check_digests(parts)
                 phases.end("verify")
         numel = sum(part.numel for part in parts)
-        self.density = counts / max(1, numel * self.world)
+        self.density = found.counts / max(1, numel * self.world)
         report = SyncReport(
-            round=parts[0].rounds + (not committed),
+            round=parts[0].rounds + (not found.committed),
             fragments=tuple(chosen),
-            committed=committed,
+            committed=found.committed,
             world=self.world,
-            num_fired=traffic.count,
+            num_fired=found.traffic.count,
             numel=numel,
-            density=traffic.count / max(1, numel),
+            density=found.traffic.count / max(1, numel),
             mean_density=self.density,
-            payload_bytes=traffic.payload,
-            sent_bytes=traffic.sent,
+            payload_bytes=found.traffic.payload,
+            sent_bytes=found.traffic.sent,
             dense_bytes=4 * numel,
-            ratio=4 * numel / traffic.payload if traffic.payload else 0.0,
-            mode=mode,
+            ratio=4 * numel / found.traffic.payload if found.traffic.payload else 0.0,
+            mode=found.mode,
             digest=digest,
             seconds=dict(phases.seconds),
         )
@@ -344,6 +313,68 @@ class PulseLoCo:
             raise ValueError(f"fragments {chosen}: expected some of 0 to {len(self.fragments) - 1}")
         return chosen
 
+    def _check_usable(self, parts: Sequence[Fragment]) -> None:
+        if self._broken:
+            raise PulseError(self._broken)
+        if any(part.sent for part in parts):
+            raise GroupError(
+                "the round before failed when all ranks were about to commit it, and others may have: make a new "
+                "process group and call regroup() on all ranks first"
+            )
+
+    def _bring_local(self, parts: Sequence[Fragment]) -> None:
+        """With offload, the local weights to where theta is."""
+        for part in parts:
+            for name, work in part.work.items():
+                if work is not self.local[name]:
+                    work.copy_(self.local[name])
+
+    def _alone(self, parts: Sequence[Fragment], phases: Phases) -> _Found:
+        sent = [[part.gate(bucket) for bucket in part.buckets] for part in parts]
+        phases.end("gate")
+        means = [entries for own in sent for entries in own]
+        count = sum(entries.count for entries in means)
+        committed = self._commit_hook is None or bool(self._commit_hook())
+        phases.end("agree")
+        return _Found(sent, means, Traffic(count=count), count, "alone", committed)
+
+    def _together(self, chosen: Sequence[int], phases: Phases) -> _Found:
+        parts = [self.fragments[k] for k in chosen]
+        places = [(k, bucket) for k, part in enumerate(parts) for bucket in part.buckets]
+        sent: list[list[Entries]] = [[] for _ in parts]
+
+        def gate(place: int) -> Entries:
+            k, bucket = places[place]
+            sent[k].append(parts[k].gate(bucket))
+            return sent[k][-1]
+
+        exchange = self._exchange(chosen)
+        agreeing = False
+        try:
+            sums = exchange.run([bucket.numel for _, bucket in places], gate, phases)
+            means = exchange.means(sums)
+            agreeing = True
+            exchange.agree()
+            if self._commit_hook is not None:
+                agreeing = False
+                ballot = _ballot(self._commit_hook)
+                agreeing = True
+            committed = self._commit_hook is None or all(exchange.vote(ballot))
+            phases.end("agree")
+        except Exception as error:
+            if isinstance(error, PulseError) or error is exchange.failure:
+                raise
+            if agreeing:  # others may have heard of all
+                for part, own in zip(parts, sent, strict=True):
+                    part.sent = own
+            raise GroupError(
+                f"round {parts[0].rounds + 1} failed: {type(error).__name__}: {error}. Nothing was changed and nothing "
+                "is lost. If a rank is gone or was too late, make a new process group and call regroup() on the ranks "
+                "that are left"
+            ) from error
+        mode = "reduce" if exchange.parts > 1 else "gather"
+        return _Found(sent, means, exchange.traffic, exchange.counts, mode, committed)
+
     def _exchange(self, chosen: Sequence[int]) -> Exchange:
         dense = self.fragments[0].view is None
         reduce = self._mode == "reduce" or (
@@ -361,31 +392,15 @@ class PulseLoCo:
     def _work_device(self) -> torch.device:
         return torch.device("cpu") if self._offload else self._device
 
-    def _means(self, sums: Sequence[Entries]) -> list[Entries]:
-        return [Entries(each.indices, each.values / self.world) for each in sums]
-
-    def _voted(self, exchange: Exchange | None) -> bool:
-        if self._commit_hook is None:
-            return True
-        ballot: bool | Exception
-        try:
-            ballot = bool(self._commit_hook())
-        except Exception as error:
-            if exchange is None:
-                raise
-            ballot = error
-        return bool(ballot) if exchange is None else all(exchange.vote(ballot))
-
-    def _commit(self, parts: Sequence[Fragment], means: Sequence[Entries]) -> None:
+    def _commit(self, parts: Sequence[Fragment], found: _Found) -> None:
         self._broken = (
             "a round was interrupted while it was committed, so that this rank's state is neither the old nor the new "
             "one; load a checkpoint, or make a new PulseLoCo, which joins with the other ranks' weights"
         )
-        at = 0
-        for part in parts:
-            part.keep_residual()
-            part.step(means[at : at + len(part.buckets)])
-            at += len(part.buckets)
+        means = iter(found.means)
+        for part, sent in zip(parts, found.sent, strict=True):
+            part.keep_residual(sent)
+            part.step([next(means) for _ in part.buckets])
         self._to_local(parts)
         self._broken = ""
 

@@ -90,9 +90,7 @@ def _send_state(
     """theta and the outer optimizer's state of the leader, to those whose is stale."""
     pending: dict[str, Tensor] = {}
     if stale and not joining and fragment.residual is not None:
-        if loco._offload:
-            for name, work in fragment.work.items():
-                work.copy_(loco.local[name])
+        loco._bring_local([fragment])
         pending = {name: fragment.pending(name) for name in fragment.theta}
         if rounds > fragment.rounds:
             _without_sent(fragment, pending)
@@ -129,10 +127,7 @@ def hand_over(loco: PulseLoCo, leaving: Sequence[int], to: int | None) -> dict[i
     if any(row != rows[0] for row in rows):
         raise GroupError("the ranks name different ranks to leave or to hand over to; call hand_over alike on all")
     mass = 0.0
-    if loco._offload:
-        for fragment in loco.fragments:
-            for name, work in fragment.work.items():
-                work.copy_(loco.local[name])
+    loco._bring_local(loco.fragments)
     for fragment in loco.fragments:
         for name in fragment.theta:
             pending = fragment.pending(name) if loco.rank in leaving else None
