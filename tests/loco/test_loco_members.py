@@ -85,10 +85,10 @@ def misses_the_commit(rank: int) -> list[Any]:
     local = model()
     loco = PulseLoCo(local, bucket_numel=100)
     KEPT.update(loco=loco, local=local)
+    real = exchange.Exchange.agree
     for k in range(2):
         moved(list(local.values()), seed=10 * k + rank)
         if k == 1 and rank == 2:
-            real = exchange.Exchange.agree
 
             def lost(self: Any) -> None:
                 real(self)
