@@ -81,7 +81,7 @@ def test_nothing_is_lost_in_rounds_that_fail() -> None:
         healthy = local["a"].clone()
         pending = {name: loco.fragments[0].pending(name) for name in local}
         local["a"].view(-1)[k] = float("nan")
-        with pytest.raises(NonFiniteError, match="1 of .* values of the pseudo-gradient of 'a'"):
+        with pytest.raises(NonFiniteError, match=r"1 of .* values of the pseudo-gradient of 'a'"):
             loco.sync()
         local["a"].copy_(healthy)
         for name in local:
