@@ -16,6 +16,7 @@
 #include "scatter.h"
 #include "state_digest.h"
 #include "streams.h"
+#include "sums.h"
 
 namespace pulse {
 namespace {
@@ -338,6 +339,28 @@ Tensor state_digest_update(const Tensor& before, const Tensor& indices, const Te
   return result;
 }
 
+// ---- sums -----------------------------------------------------------------------------------------------------------
+
+// The sums of sparse FP32 vectors that are not zero: sorted int32 positions and values.
+std::tuple<Tensor, Tensor> sum_entries(Tensors indices, Tensors values, int64_t numel) {
+  require(indices.size() == values.size() && !indices.empty(), "lists differ in length");
+  require(0 <= numel && numel <= INT32_MAX, "numel out of range");
+  std::vector<SparseVector> vectors;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const int64_t n = indices[k].numel();
+    require(!is_wide(indices[k]) && element_size(values[k]) == 4 && values[k].numel() == n, "entries do not fit");
+    const auto* positions = static_cast<const int32_t*>(read(indices[k]));
+    require(n == 0 || (positions[0] >= 0 && positions[n - 1] < numel), "positions out of range");
+    vectors.push_back({positions, static_cast<const float*>(read(values[k])), n});
+  }
+  TorchRunner runner;
+  SparseSum sum(std::move(vectors), numel);
+  require(sum.run(runner), "out of memory; nothing was changed");
+  Tensor places = fresh(indices[0], sum.total()), totals = fresh(values[0], sum.total());
+  sum.write(runner, static_cast<int32_t*>(places.mutable_data_ptr()), static_cast<float*>(totals.mutable_data_ptr()));
+  return {places, totals};
+}
+
 // ---- byte streams ---------------------------------------------------------------------------------------------------
 
 // One segment a task: (tops, low planes, escapes), a low plane being empty for a shift of 0.
@@ -502,6 +525,7 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def("decode_gaps(Tensor top, Tensor low, Tensor escapes, int start, int stop, bool wide) -> (Tensor, int)");
   m.def("encode_values_many(Tensor[] values, Tensor[] bases, int[] is_float) -> Tensor[]");
   m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> bool");
+  m.def("sum_entries(Tensor[] indices, Tensor[] values, int numel) -> (Tensor, Tensor)");
   m.def("instruction_set() -> str");
 }
 
@@ -521,5 +545,6 @@ STABLE_TORCH_LIBRARY_IMPL(pulse_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("decode_gaps", TORCH_BOX(&pulse::bytes_to_gaps));
   m.impl("encode_values_many", TORCH_BOX(&pulse::values_to_planes));
   m.impl("decode_values", TORCH_BOX(&pulse::planes_to_values));
+  m.impl("sum_entries", TORCH_BOX(&pulse::sum_entries));
   m.impl("instruction_set", TORCH_BOX(&pulse::instruction_set));
 }

@@ -203,3 +203,8 @@ def decode_values(planes: Tensor, base: Tensor | None, dtype: torch.dtype) -> Te
     if not _raw.decode_values(planes, base, dtype.is_floating_point, values):
         raise PatchFormatError("values: the codes announce another number of large changes than there are")
     return values
+
+
+def sum_entries(indices: list[Tensor], values: list[Tensor], numel: int) -> tuple[Tensor, Tensor]:
+    places, sums = _raw.sum_entries([dense(t) for t in indices], [dense(t) for t in values], numel)
+    return places, sums

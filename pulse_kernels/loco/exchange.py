@@ -94,8 +94,6 @@ class Exchange:
         self.traffic = Traffic()
         self.counts = 0  # entries of all ranks
         self.failure: Exception | None = None
-        self._sum: Tensor | None = None
-        self._zeros: Tensor | None = None
 
     # ---- the round ------------------------------------------------------------------------------------------------
 
@@ -295,27 +293,29 @@ class Exchange:
         ]
 
     def _add(self, flight: _Flight, labels: Sequence[Label], numel: int) -> Entries:
-        total, zeros = self._scratch(numel)
-        dense = False
-        try:
-            for rank, (label, payload) in enumerate(zip(labels, flight.received, strict=True)):
-                entries = decode(label, payload, numel, self.device, f"rank {rank}")
-                dense |= entries.indices is None
-                accumulate_(total, entries)
-            if dense:
-                sums = Entries(None, total.clone())
-            else:
-                # No sum is -0: each began as 0 + v. Sums that are 0 need not be kept.
-                sums = Entries(*ops.diff_compact(total, zeros, index_dtype=torch.int32))
-        finally:
-            total.zero_()
-        check_finite(sums.values, "the sum over all ranks")
-        return sums
+        entries = [
+            decode(label, payload, numel, self.device, f"rank {rank}")
+            for rank, (label, payload) in enumerate(zip(labels, flight.received, strict=True))
+        ]
+        total = add(entries, numel)
+        check_finite(total.values, "the sum over all ranks")
+        return total
 
-    def _scratch(self, numel: int) -> tuple[Tensor, Tensor]:
-        if self._sum is None or self._zeros is None or self._sum.numel() < numel:
-            self._sum, self._zeros = (torch.zeros(numel, device=self.device) for _ in range(2))
-        return self._sum[:numel], self._zeros[:numel]
+
+def add(entries: Sequence[Entries], numel: int) -> Entries:
+    """The sum of all, in their order; without its zeros, unless one of them has all positions."""
+    device = entries[0].values.device
+    sparse = [(each.indices, each.values) for each in entries if each.indices is not None]
+    if len(sparse) == len(entries):
+        return Entries(*for_device(device.type).sum_entries(*map(list, zip(*sparse, strict=True)), numel))
+    total = torch.zeros(numel, device=device)
+    for each in entries:
+        if each.indices is None:
+            total += each.values
+        else:
+            here = for_device(device.type).gather(total, each.indices)
+            ops.apply_patch_(total, each.indices, here.add_(each.values), check=False)
+    return Entries(None, total)
 
 
 def _label(row: bytes, numel: int, rank: int) -> Label:
@@ -323,15 +323,6 @@ def _label(row: bytes, numel: int, rank: int) -> Label:
         return Label.from_bytes(row, numel, f"rank {rank}")
     except PatchFormatError as error:  # all ranks see it, and all raise
         raise GroupError(f"{error}; nothing was changed", {rank: str(error)}) from None
-
-
-def accumulate_(total: Tensor, entries: Entries) -> None:
-    """``total[indices] += values``; FP32 [numel]."""
-    if entries.indices is None:
-        total += entries.values
-        return
-    here = for_device(total.device.type).gather(total, entries.indices)
-    ops.apply_patch_(total, entries.indices, here.add_(entries.values), check=False)
 
 
 def check_finite(values: Tensor, what: str) -> None:
@@ -374,4 +365,4 @@ def _join(parts: Sequence[Entries], bounds: Sequence[int]) -> Entries:
     return Entries(torch.cat(indices), values)
 
 
-__all__ = ["Exchange", "Traffic", "accumulate_", "check_finite", "reduce_is_smaller"]
+__all__ = ["Exchange", "Traffic", "add", "check_finite", "reduce_is_smaller"]

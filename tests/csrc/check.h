@@ -61,5 +61,6 @@ void test_index_blob(const pulse::KernelTable& table);
 void test_patch(const pulse::KernelTable& table);
 void test_digest(const pulse::KernelTable& table);
 void test_streams();
+void test_sums();
 void test_cuda_packing(const pulse::KernelTable& table);
 void test_cuda_compaction();

@@ -57,6 +57,7 @@ int main() {
   test_choice();
   test_rounding();
   test_streams();
+  test_sums();
   test_cuda_compaction();
   test_cuda_packing(pulse::best_kernels());
   std::printf("csrc/cuda, on the host: passed\n");
