@@ -1,4 +1,4 @@
-"""PULSELoCo: the gate on three FP32 tensors, about 4% fired, as published for H = 8 local steps, and a round around it."""
+"""PULSELoCo: the gate on three FP32 tensors, about 4% fired, as published for H = 8 steps, and a round around it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pulse_kernels.backends import reference
 
 
 def test_by_hand():
-    # At 7: 1 + 2^-24 is 1 (a tie, to even), and so is that + 2^-24: the order tells, 2^-24 + 2^-24 first were 1 + 2^-23.
+    # At 7: 1 + 2^-24 is 1 (a tie, to even), and so is that + 2^-24. In the other order 2^-23 comes first: 1 + 2^-23.
     indices = [torch.tensor(row, dtype=torch.int32) for row in ([2, 7], [7, 9], [0, 7, 9])]
     tiny = 2.0**-24
     values = [torch.tensor(row) for row in ([-0.0, 1.0], [tiny, 5.0], [1e-45, tiny, -5.0])]
