@@ -182,7 +182,7 @@ def _in_order(indices: Sequence[Tensor], numel: int) -> tuple[Tensor, Tensor]:
         return positions, entries
     # Position and entry number in one integer. numpy's stable sort finds the runs that are in order and merges them.
     joined <<= shift
-    joined |= torch.arange(total)
+    joined |= torch.arange(total, device=joined.device)
     joined.numpy().sort(kind="stable")
     return joined >> shift, joined & ((1 << shift) - 1)
 

@@ -104,7 +104,8 @@ def commit_residual_many_(
 ) -> None:
     written = [dense(t) for t in residuals]
     sources = [(dense(theta), dense(local)) for theta, local in zip(thetas, locals_, strict=True)]
-    clear = _scattering(written, indices, [torch.zeros(index.shape, device="cpu") for index in indices], None)
+    zeros = [torch.zeros(index.shape, dtype=torch.float32, device="cpu") for index in indices]
+    clear = _scattering(written, indices, zeros, None)
     for (theta, local), residual in zip(sources, written, strict=True):
         _raw.commit(theta, local, residual)
     clear()

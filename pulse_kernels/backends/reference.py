@@ -153,7 +153,7 @@ def commit_residual_(theta: Tensor, local: Tensor, residual: Tensor, indices: Te
 def sum_entries(indices: list[Tensor], values: list[Tensor], numel: int) -> tuple[Tensor, Tensor]:
     """FP32 ``values`` at sorted unique int32 ``indices`` below ``numel``, summed over the lists in their order, each
     element as ((0 + v_0) + v_1) + ...; (positions, sums) of the sums that are not zero. PULSELoCo's exchange."""
-    total = torch.zeros(numel, device=values[0].device)
+    total = torch.zeros(numel, dtype=torch.float32, device=values[0].device)
     for index, value in zip(indices, values, strict=True):
         positions = index.long()
         total[positions] = total[positions] + value

@@ -26,7 +26,7 @@ from torch import Tensor
 from pulse_kernels import ops
 from pulse_kernels.backends import for_device
 from pulse_kernels.errors import GroupError, NonFiniteError, PatchFormatError
-from pulse_kernels.loco.wire import LABEL_BYTES, Entries, Label, decode, encode
+from pulse_kernels.loco.wire import LABEL_BYTES, Entries, Label, decode, encode, nothing
 from pulse_kernels.ranks.collectives import Group, gather_rows, group_device
 from pulse_kernels.report import Phases
 
@@ -253,7 +253,7 @@ class Exchange:
         bounds = self._bounds(flight.numel)
         part = self.rank if self.parts > 1 else 0
         numel = bounds[part + 1] - bounds[part]
-        sums = Entries(torch.empty(0, dtype=torch.int32, device=self.device), torch.empty(0, device=self.device))
+        sums = nothing(self.device)
         try:
             if self.failure is None:
                 sums = self._add(flight, [row[part] for row in flight.labels], numel)
@@ -308,7 +308,7 @@ def add(entries: Sequence[Entries], numel: int) -> Entries:
     sparse = [(each.indices, each.values) for each in entries if each.indices is not None]
     if len(sparse) == len(entries):
         return Entries(*for_device(device.type).sum_entries(*map(list, zip(*sparse, strict=True)), numel))
-    total = torch.zeros(numel, device=device)
+    total = torch.zeros(numel, dtype=torch.float32, device=device)
     for each in entries:
         if each.indices is None:
             total += each.values

@@ -35,6 +35,14 @@ class Entries:
         return self.values.numel()
 
 
+
+def nothing(device: torch.device) -> Entries:
+    """No entries. FP32 is asked for by name here as everywhere: the user's default dtype may be another."""
+    return Entries(
+        torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.float32, device=device)
+    )
+
+
 @dataclass(frozen=True)
 class Label:
     """What a rank tells of a payload before it sends it: entries, bytes of its five parts, its digest."""
@@ -88,7 +96,7 @@ def encode(entries: Entries, numel: int, compress: bool, device: torch.device, t
 def decode(label: Label, payload: Tensor, numel: int, device: torch.device, what: str) -> Entries:
     """The entries, on ``device``; PatchFormatError for a payload that is not what its label says."""
     if label.count == 0:
-        return Entries(torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device))
+        return nothing(device)
     if payload.numel() != label.total or _digest(payload) != label.digest:
         raise PatchFormatError(f"{what}: the bytes that came are not those that were sent")
     blob, *planes = payload.split(list(label.sizes))
