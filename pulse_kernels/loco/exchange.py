@@ -30,11 +30,12 @@ from pulse_kernels.loco.wire import LABEL_BYTES, Entries, Label, decode, encode,
 from pulse_kernels.ranks.collectives import Group, gather_rows, group_device
 from pulse_kernels.report import Phases
 
-_HEAD = struct.Struct("<8sqqiB3x")
+_HEAD = struct.Struct("<8sq8sqB7x")
 _MAGIC = b"PULSELC1"
 _TEXT_BYTES = 480
-FIRST, SUMS, AGREE, VOTE = 0, 1, 2, 3
-_STEPS = {FIRST: "entries", SUMS: "sums", AGREE: "agreement", VOTE: "vote"}
+FIRST, SUMS, AGREE, VOTE, VERIFY = range(5)
+_STEPS = ("entries", "sums", "agreement", "vote", "comparison of digests", "none", "none", "none")
+_CHANGED_NOTHING = "no rank changed anything, and nothing is lost: synchronise again"
 
 
 @dataclass
@@ -76,13 +77,13 @@ def reduce_is_smaller(world: int, density: float, *, dense: bool) -> bool:
 
 
 class Exchange:
-    """One round's collectives. ``group`` None: all ranks. tag: (round, fragments), the same on all ranks.
+    """One round's collectives. ``group`` None: all ranks. tag: the round, and 8 bytes for what is synchronised.
 
     failure: what has failed on this rank; the next header tells the others, and raises it here.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, tag: tuple[int, int], *, reduce: bool, compress: bool, threads: int
+        self, group: Group, device: torch.device, tag: tuple[int, bytes], *, reduce: bool, compress: bool, threads: int
     ) -> None:
         self.group = group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -93,7 +94,7 @@ class Exchange:
         self.compress, self.threads = compress, threads
         self.traffic = Traffic()
         self.counts = 0  # entries of all ranks
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     # ---- the round ------------------------------------------------------------------------------------------------
 
@@ -148,47 +149,58 @@ class Exchange:
             self.failure = ballot
         return [row == b"\1" for row in self._header(VOTE, 0, bytes([ballot is True]))]
 
+    def digests(self, digest: bytes) -> list[bytes]:
+        """Every rank's, by rank, once the round is committed; raises on all where a rank failed to commit it."""
+        return self._header(
+            VERIFY,
+            0,
+            digest,
+            "all had agreed to commit it, and the others have: call regroup() on all ranks, with the same group or "
+            "another, which gives the state of the others to those that failed",
+        )
+
     # ---- headers --------------------------------------------------------------------------------------------------
 
-    def _header(self, step: int, bucket: int, body: bytes) -> list[bytes]:
+    def _header(self, step: int, bucket: int, body: bytes, then: str = _CHANGED_NOTHING) -> list[bytes]:
         """The ``body`` of every rank; all are equally long. Raises on every rank where one has failed."""
         failure = self.failure
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         told = text.encode("utf-8", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        head = _HEAD.pack(_MAGIC, *self.tag, bucket << 2 | step, failure is not None)
+        head = _HEAD.pack(_MAGIC, *self.tag, bucket << 3 | step, failure is not None)
         rows = gather_rows(head + told + body, self.group)
-        self._check(rows, step, bucket)
         if failure is not None:
             raise failure
+        self._check(rows, step, bucket)
         failures = {
             rank: row[_HEAD.size : _HEAD.size + _TEXT_BYTES].rstrip(b"\0").decode("utf-8", "replace")
             for rank, row in enumerate(rows)
-            if row[_HEAD.size - 4]
+            if row[_HEAD.size - 8]
         }
         if failures:
             told_of = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
             raise GroupError(
-                f"{len(failures)} of {len(rows)} ranks failed in round {self.tag[0]}; no rank changed anything, and "
-                f"nothing is lost: synchronise again. {told_of}",
+                f"{len(failures)} of {len(rows)} ranks failed in round {self.tag[0]}; {then}. {told_of}",
                 failures,
             )
         return [row[_HEAD.size + _TEXT_BYTES :] for row in rows]
 
     def _check(self, rows: Sequence[bytes], step: int, bucket: int) -> None:
         for rank, row in enumerate(rows):
-            magic, number, which, place, _ = _HEAD.unpack_from(row)
+            magic, number, what, place, failed = _HEAD.unpack_from(row)
             if magic != _MAGIC:
                 raise GroupError(
                     f"rank {rank} sent {magic!r} where {_MAGIC!r} was expected: it uses the group for something else. "
                     "Give PulseLoCo a process group of its own",
                     {rank: "no header"},
                 )
-            if (number, which, place) != (*self.tag, bucket << 2 | step):
+            if failed:  # why tells more than where; one that is broken does not know its round
+                continue
+            if (number, what, place) != (*self.tag, bucket << 3 | step):
+                other = "" if what == self.tag[1] else " of other fragments or of another PulseLoCo"
                 raise GroupError(
-                    f"rank {rank} is at the {_STEPS[place & 3]} of bucket {place >> 2} of round {number} (fragments "
-                    f"{which:#b}), this one at the {_STEPS[step]} of bucket {bucket} of round {self.tag[0]} (fragments "
-                    f"{self.tag[1]:#b}): the ranks are out of step. Make a new process group and call regroup() on "
-                    "all ranks",
+                    f"rank {rank} is at the {_STEPS[place & 7]} of bucket {place >> 3} of round {number}{other}, this "
+                    f"one at the {_STEPS[step]} of bucket {bucket} of round {self.tag[0]}: the ranks are out of step. "
+                    "Make a new process group and call regroup() on all ranks",
                     {rank: f"is at round {number}"},
                 )
 

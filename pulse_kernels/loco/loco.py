@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +21,11 @@ from pulse_kernels.loco import membership
 from pulse_kernels.loco.exchange import Exchange, Traffic, reduce_is_smaller
 from pulse_kernels.loco.fragment import Fragment, OuterOptimizer
 from pulse_kernels.loco.reports import SyncReport
+from pulse_kernels.loco.tensors import check_same_memory, trained
 from pulse_kernels.loco.tensors import fragments as in_fragments
-from pulse_kernels.loco.tensors import trained
 from pulse_kernels.loco.wire import Entries
-from pulse_kernels.ranks.collectives import Group, gather_rows, group_device
+from pulse_kernels.ranks.collectives import Group, group_device
+from pulse_kernels.ranks.together import Together
 from pulse_kernels.report import Phases
 from pulse_kernels.state import Params, StateDigest
 
@@ -36,14 +40,20 @@ nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 @dataclass(frozen=True)
 class _Found:
     """A round up to the commit. sent: this rank's entries, by fragment and bucket. means: over all ranks, by bucket.
-    counts: entries of all ranks."""
+    counts: entries of all ranks. exchange: None alone."""
 
     sent: list[list[Entries]]
     means: list[Entries]
     traffic: Traffic
     counts: int
-    mode: str
+    exchange: Exchange | None
     committed: bool
+
+    @property
+    def mode(self) -> str:
+        if self.exchange is None:
+            return "alone"
+        return "reduce" if self.exchange.parts > 1 else "gather"
 
 
 def _ballot(hook: Callable[[], bool]) -> bool | Exception:
@@ -83,6 +93,7 @@ class PulseLoCo:
     Raises ValueError, TypeError (arguments), GroupError (ranks differ in model or settings).
     """
 
+    @torch.inference_mode(False)  # a tensor made in it could not be written to outside it
     def __init__(
         self,
         params: Params,
@@ -116,10 +127,40 @@ class PulseLoCo:
             raise ValueError(f"threads is {threads}, expected at least 1")
         self.sync_every = sync_every
         self.process_group = process_group
+        try:
+            self._make(params, masters, outer_optimizer, _VIEWS[gate], fragments, bucket_numel, offload)
+        except Exception as error:
+            if not self.alone:
+                with contextlib.suppress(Exception):
+                    Together(process_group).gather({}, error, "meeting")  # the others wait in regroup
+            raise
         self._mode, self._compress, self._threads = exchange, compress, threads
         self._commit_hook, self._verify, self._on_report = commit, verify, on_report
+        self.steps = 0
+        self.due: set[int] = set()
+        self.last_report: SyncReport | None = None
+        self.density = _FIRST_DENSITY  # of all ranks in the round before
+        self._tensors = [[name, list(tensor.shape)] for name, tensor in self.theta.items()]
+        self._settings = [gate, sync_every, fragments, bucket_numel, exchange]
+        self._settings.append(type(self.fragments[0].outer).__qualname__)
+        self._identity = hashlib.blake2b(repr((self._tensors, self._settings)).encode()).digest()
+        self._broken = ""
+        self._met: Callable[[], Any] = lambda: None  # the process group of the last meeting, while there is one
+        self.regroup(process_group, joining=True)
+        self._to_local(self.fragments)
+
+    def _make(
+        self,
+        params: Params,
+        masters: Params | None,
+        outer_optimizer: OuterOptimizer | None,
+        view: torch.dtype | None,
+        fragments: int,
+        bucket_numel: int,
+        offload: bool,
+    ) -> None:
         tensors = trained(params, masters)
-        self.local, self._casts, self.tied = tensors.local, tensors.casts, tensors.tied
+        self.local, self._owners, self._casts, self.tied = tensors.local, tensors.owners, tensors.casts, tensors.tied
         self._device = next(iter(self.local.values())).device
         self._offload = offload
         work = {name: self._host_copy(tensor) for name, tensor in self.local.items()} if offload else self.local
@@ -129,14 +170,7 @@ class PulseLoCo:
         for names in groups:
             theta = {name: self._host_copy(work[name]) if offload else work[name].clone() for name in names}
             part = {name: work[name] for name in names}
-            self.fragments.append(Fragment.of(part, theta, make, _VIEWS[gate], bucket_numel))
-        self.steps = 0
-        self.due: set[int] = set()
-        self.last_report: SyncReport | None = None
-        self.density = _FIRST_DENSITY  # of all ranks in the round before
-        self._settings = [gate, sync_every, fragments, bucket_numel, exchange]
-        self._broken = ""
-        self.regroup(process_group, joining=True)
+            self.fragments.append(Fragment.of(part, theta, make, view, bucket_numel))
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
@@ -174,6 +208,12 @@ class PulseLoCo:
         """This one's, in the group."""
         return 0 if self.alone else dist.get_rank(self.process_group)
 
+    @property
+    def _group(self) -> Any:
+        if self.alone:
+            return None
+        return dist.group.WORLD if self.process_group is None else self.process_group
+
     # ---- what users call ------------------------------------------------------------------------------------------
 
     def attach(self, inner_optimizer: Optimizer) -> Any:
@@ -196,6 +236,7 @@ class PulseLoCo:
                 self.due.add(k)
         return self.sync(sorted(self.due)) if self.due else None
 
+    @torch.inference_mode(False)
     def sync(self, fragments: int | Iterable[int] | None = None) -> SyncReport:
         """One round, now, on all ranks: of the given fragments, by default of all.
 
@@ -210,18 +251,9 @@ class PulseLoCo:
         parts = [self.fragments[k] for k in chosen]
         self._check_usable(parts)
         phases = Phases(time.perf_counter)
-        self._bring_local(parts)
         found = self._alone(parts, phases) if self.alone else self._together(chosen, phases)
-        digest = ""
-        if found.committed:
-            self._commit(parts, found)
-            self.due -= set(chosen)
-            phases.end("commit")
-            if self._verify:
-                digest = self._check_digests(parts)
-                phases.end("verify")
+        digest = self._committed(chosen, found, phases) if found.committed else ""
         numel = sum(part.numel for part in parts)
-        self.density = found.counts / max(1, numel * self.world)
         report = SyncReport(
             round=parts[0].rounds + (not found.committed),
             fragments=tuple(chosen),
@@ -230,7 +262,7 @@ class PulseLoCo:
             num_fired=found.traffic.count,
             numel=numel,
             density=found.traffic.count / max(1, numel),
-            mean_density=self.density,
+            mean_density=found.counts / max(1, numel * self.world),
             payload_bytes=found.traffic.payload,
             sent_bytes=found.traffic.sent,
             dense_bytes=4 * numel,
@@ -244,6 +276,7 @@ class PulseLoCo:
             self._on_report(report)
         return report
 
+    @torch.inference_mode(False)
     def regroup(self, process_group: Group = None, *, joining: bool = False) -> None:
         """Go on with the ranks of a new process group; collective over it.
 
@@ -252,11 +285,12 @@ class PulseLoCo:
         last round was committed makes up for it. Raises GroupError where the ranks' models or settings differ.
         """
         self.process_group = process_group
+        self._met = lambda: None
         if not self.alone:
             membership.meet(self, joining)
-        if joining:
-            self._to_local(self.fragments)
+            self._met = weakref.ref(self._group)
 
+    @torch.inference_mode(False)
     def hand_over(self, leaving: Sequence[int], to: int | None = None) -> dict[int, float]:
         """Before ranks leave: what they have not sent goes to the rank ``to``, or is lost; collective.
 
@@ -275,6 +309,7 @@ class PulseLoCo:
 
         return checkpoint.state_dict(self)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a ``state_dict`` of the same model and fragments. Local weights stay as they are: load the model's
         and the inner optimizer's as well. ValueError, TypeError where it does not fit; all is then as it was."""
@@ -288,6 +323,7 @@ class PulseLoCo:
 
         checkpoint.save(self, folder)
 
+    @torch.inference_mode(False)
     def load(self, folder: Any, *, residuals: str = "sum") -> None:
         """Read what ``save`` wrote; collective. With as many ranks as then, each gets its own residual again.
 
@@ -314,29 +350,40 @@ class PulseLoCo:
         return chosen
 
     def _check_usable(self, parts: Sequence[Fragment]) -> None:
-        if self._broken:
-            raise PulseError(self._broken)
+        """What needs another process group. What else can be wrong with this rank, the others are told."""
+        if self._group is not self._met():
+            raise GroupError(
+                "the process group is not the one of the last regroup(), or of the constructor: this rank may have "
+                "other weights than the others. Call regroup() on all ranks"
+            )
         if any(part.sent for part in parts):
             raise GroupError(
                 "the round before failed when all ranks were about to commit it, and others may have: make a new "
                 "process group and call regroup() on all ranks first"
             )
 
+    def _check_sound(self) -> None:
+        if self._broken:
+            raise PulseError(self._broken)
+
     def _bring_local(self, parts: Sequence[Fragment]) -> None:
-        """With offload, the local weights to where theta is."""
+        """With offload, the local weights to where theta is. PulseError where this rank cannot take part."""
+        self._check_sound()
         for part in parts:
             for name, work in part.work.items():
+                check_same_memory(name, self._owners[name], self.local[name])
                 if work is not self.local[name]:
                     work.copy_(self.local[name])
 
     def _alone(self, parts: Sequence[Fragment], phases: Phases) -> _Found:
+        self._bring_local(parts)
         sent = [[part.gate(bucket) for bucket in part.buckets] for part in parts]
         phases.end("gate")
         means = [entries for own in sent for entries in own]
         count = sum(entries.count for entries in means)
         committed = self._commit_hook is None or bool(self._commit_hook())
         phases.end("agree")
-        return _Found(sent, means, Traffic(count=count), count, "alone", committed)
+        return _Found(sent, means, Traffic(count=count), count, None, committed)
 
     def _together(self, chosen: Sequence[int], phases: Phases) -> _Found:
         parts = [self.fragments[k] for k in chosen]
@@ -349,31 +396,35 @@ class PulseLoCo:
             return sent[k][-1]
 
         exchange = self._exchange(chosen)
-        agreeing = False
+        try:
+            self._bring_local(parts)
+        except Exception as error:
+            exchange.failure = error
         try:
             sums = exchange.run([bucket.numel for _, bucket in places], gate, phases)
             means = exchange.means(sums)
-            agreeing = True
+            # From here on the others may have all they need to commit, even if this rank is interrupted.
+            for part, own in zip(parts, sent, strict=True):
+                part.sent = own
             exchange.agree()
-            if self._commit_hook is not None:
-                agreeing = False
-                ballot = _ballot(self._commit_hook)
-                agreeing = True
-            committed = self._commit_hook is None or all(exchange.vote(ballot))
+            committed = self._commit_hook is None or all(exchange.vote(_ballot(self._commit_hook)))
             phases.end("agree")
         except Exception as error:
-            if isinstance(error, PulseError) or error is exchange.failure:
+            if isinstance(error, PulseError) or exchange.failure is not None:  # then no rank commits
+                for part in parts:
+                    part.sent = []
+                if error is not exchange.failure and exchange.failure is not None:
+                    raise exchange.failure from error
                 raise
-            if agreeing:  # others may have heard of all
-                for part, own in zip(parts, sent, strict=True):
-                    part.sent = own
             raise GroupError(
                 f"round {parts[0].rounds + 1} failed: {type(error).__name__}: {error}. Nothing was changed and nothing "
                 "is lost. If a rank is gone or was too late, make a new process group and call regroup() on the ranks "
                 "that are left"
             ) from error
-        mode = "reduce" if exchange.parts > 1 else "gather"
-        return _Found(sent, means, exchange.traffic, exchange.counts, mode, committed)
+        if not committed:
+            for part in parts:
+                part.sent = []
+        return _Found(sent, means, exchange.traffic, exchange.counts, exchange, committed)
 
     def _exchange(self, chosen: Sequence[int]) -> Exchange:
         dense = self.fragments[0].view is None
@@ -383,7 +434,8 @@ class PulseLoCo:
         compress = self._compress
         if compress is None:
             compress = group_device(self.process_group).type == "cpu"
-        tag = (sum(self.fragments[k].rounds for k in chosen) + 1, sum(1 << k for k in chosen))
+        what = hashlib.blake2b(self._identity + repr(list(chosen)).encode(), digest_size=8).digest()
+        tag = (sum(self.fragments[k].rounds for k in chosen) + 1, what)
         return Exchange(
             self.process_group, self._work_device, tag, reduce=reduce, compress=compress, threads=self._threads
         )
@@ -392,16 +444,41 @@ class PulseLoCo:
     def _work_device(self) -> torch.device:
         return torch.device("cpu") if self._offload else self._device
 
-    def _commit(self, parts: Sequence[Fragment], found: _Found) -> None:
+    def _committed(self, chosen: Sequence[int], found: _Found, phases: Phases) -> str:
+        """The round is committed, the digests compared; this rank's. A rank that fails here tells the others, who wait
+        for its digest."""
+        parts = [self.fragments[k] for k in chosen]
+        digest = ""
+        try:
+            self._commit(chosen, found)
+            phases.end("commit")
+            if self._verify:
+                digest = StateDigest.of({n: tensor for part in parts for n, tensor in part.theta.items()}).hexdigest()
+        except BaseException as error:
+            if found.exchange is None or not self._verify:
+                raise
+            found.exchange.failure = error
+        if self._verify:
+            if found.exchange is not None:
+                self._compare(parts, found.exchange, digest)
+            phases.end("verify")
+        return digest
+
+    def _commit(self, chosen: Sequence[int], found: _Found) -> None:
+        parts = [self.fragments[k] for k in chosen]
         self._broken = (
             "a round was interrupted while it was committed, so that this rank's state is neither the old nor the new "
-            "one; load a checkpoint, or make a new PulseLoCo, which joins with the other ranks' weights"
+            "one; call regroup() on all ranks, which gives it the others' state, or load a checkpoint on all"
         )
+        for part in parts:
+            part.sent = []  # no longer in doubt
+        self.density = found.counts / max(1, sum(part.numel for part in parts) * self.world)
         means = iter(found.means)
         for part, sent in zip(parts, found.sent, strict=True):
             part.keep_residual(sent)
             part.step([next(means) for _ in part.buckets])
         self._to_local(parts)
+        self.due -= set(chosen)
         self._broken = ""
 
     def _to_local(self, parts: Sequence[Fragment]) -> None:
@@ -413,11 +490,8 @@ class PulseLoCo:
                 if name in self._casts:
                     self._casts[name].detach().copy_(self.local[name])
 
-    def _check_digests(self, parts: Sequence[Fragment]) -> str:
-        digest = StateDigest.of({name: tensor for part in parts for name, tensor in part.theta.items()}).hexdigest()
-        if self.alone:
-            return digest
-        rows = [row.hex() for row in gather_rows(bytes.fromhex(digest), self.process_group)]
+    def _compare(self, parts: Sequence[Fragment], exchange: Exchange, digest: str) -> None:
+        rows = [row.hex() for row in exchange.digests(bytes.fromhex(digest) or bytes(16))]
         if len(set(rows)) > 1:
             common = max(sorted(set(rows)), key=rows.count)
             others = {rank: f"digest {row}" for rank, row in enumerate(rows) if row != common}
@@ -427,4 +501,3 @@ class PulseLoCo:
                 "outer optimizer's state. Load a checkpoint on all ranks"
             )
             raise GroupError(self._broken, others)
-        return digest

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pulse_kernels import checks
+from pulse_kernels.errors import PulseError
 from pulse_kernels.state import Params, named_tensors
 
 
@@ -81,10 +82,11 @@ def fragments(numels: Mapping[str, int], count: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Trained:
-    """local: the FP32 weights that the inner optimizer steps, each memory once. casts: low-precision weights by the
-    name of their master. tied: names that are another name's tensor."""
+    """local: the FP32 weights that the inner optimizer steps, each memory once. owners: the tensors of which these are
+    views. casts: low-precision weights by the name of their master. tied: names that are another name's tensor."""
 
     local: dict[str, Tensor]
+    owners: dict[str, Tensor]
     casts: dict[str, Tensor]
     tied: dict[str, str]
 
@@ -110,6 +112,12 @@ def trained(params: Params, masters: Params | None) -> Trained:
                 f"{name!r:.200} is {checks.short(tensor.dtype)}, expected float32: hand over the FP32 weights that the "
                 "optimizer steps with masters="
             )
+        if tensor.is_inference() or (name in casts and casts[name].is_inference()):
+            raise ValueError(
+                f"{name!r:.200} was made in torch.inference_mode, outside which it cannot be written to; .clone() it"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name!r:.200} is on the meta device, it has no weights; make them before")
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TypeError(
                 f"{name!r:.200} is a {type(tensor).__name__}, expected a plain tensor or Parameter; of a sharded one "
@@ -120,7 +128,19 @@ def trained(params: Params, masters: Params | None) -> Trained:
     local, tied = _once(named)
     if len(devices := {tensor.device for tensor in local.values()}) > 1:
         raise ValueError(f"params are on {', '.join(sorted(map(str, devices)))}, expected one device a rank")
-    return Trained({name: tensor.detach() for name, tensor in local.items()}, casts, tied)
+    return Trained({name: tensor.detach() for name, tensor in local.items()}, local, casts, tied)
+
+
+def check_same_memory(name: str, owner: Tensor, view: Tensor) -> None:
+    """PulseError where a parameter has other memory than it had: ``view`` would be weights that nobody trains."""
+    last = owner.storage_offset() + owner.numel()
+    if (owner.data_ptr(), owner.shape, owner.dtype, owner.stride()) != (
+        view.data_ptr(), view.shape, view.dtype, view.stride()
+    ) or owner.untyped_storage().nbytes() < 4 * last:  # fmt: skip
+        raise PulseError(
+            f"{name!r:.200} has other memory, shape or dtype than when the PulseLoCo was made, as after .data = ..., "
+            ".to() or resize_(). Write to parameters in place, or make a new PulseLoCo on all ranks after a change"
+        )
 
 
 def _trainable(params: Params) -> dict[str, Tensor]:
@@ -142,13 +162,13 @@ def _once(named: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     local: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, tensor in named.items():
-        place = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() and not tensor.is_meta else (name,)
+        place = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else (name,)
         if place in first:
             tied[name] = first[place]
         else:
             first[place] = name
             local[name] = tensor
-    if checks.share_memory([tensor for tensor in local.values() if not tensor.is_meta]):
+    if checks.share_memory(list(local.values())):
         raise ValueError(
             "params: tensors share part of their memory; pass each memory once, whole, as the optimizer steps it"
         )

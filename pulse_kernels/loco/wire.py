@@ -35,12 +35,9 @@ class Entries:
         return self.values.numel()
 
 
-
 def nothing(device: torch.device) -> Entries:
     """No entries. FP32 is asked for by name here as everywhere: the user's default dtype may be another."""
-    return Entries(
-        torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.float32, device=device)
-    )
+    return Entries(torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True)
