@@ -289,9 +289,15 @@ class Publisher:
 
     def _check_ahead(self) -> None:
         """Whoever committed a version above ours has taken over, under whatever number."""
-        newest = self.chain.newest(self.version)
-        if newest is not None and newest > (-1 if self._head is None else self._head.version):
+        head = self._head
+        if head is None:
+            newest, sound = self.chain.newest(), True
+        else:
+            newest, sound = self.chain.since(head.version, None if head.anchor else head.base_version)
+        if newest is not None and newest > (-1 if head is None else head.version):
             self._fence(newest)
+        if not sound:
+            self._since_anchor = self._anchor_every  # one is due
 
     def _fence(self, version: int) -> None:
         self._source.distrust("another publisher took over")
