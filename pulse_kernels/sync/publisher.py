@@ -276,7 +276,7 @@ class Publisher:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
             for version in sorted({attempt.version for attempt in self._attempts}, reverse=True):
-                found = self.chain.committed(version)
+                found = self.chain.committed(version, [each.data for each in self._attempts])
                 if found is None:
                     continue
                 ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
@@ -434,7 +434,7 @@ class Publisher:
         try:
             self.store.create(manifest_key(attempt.version), attempt.data)
         except AlreadyExists:
-            found = self.chain.committed(attempt.version)
+            found = self.chain.committed(attempt.version, [each.data for each in self._attempts])
             for earlier in self._attempts:
                 if earlier.version == attempt.version and earlier.data == found:
                     self._adopt(earlier, settle=earlier is attempt or earlier.change.patch is not None)

@@ -214,7 +214,7 @@ class ShardedPublisher:
         def look() -> dict[str, Any]:
             head, adopt = self.version, None
             for version in {attempt.version: None for attempt in self._attempts}:
-                found = self.chain.committed(version)
+                found = self.chain.committed(version, [attempt.data for attempt in self._attempts])
                 if found is not None:
                     head, adopt = version, self._ours(version, found)
                     if adopt is None:
@@ -329,7 +329,8 @@ class ShardedPublisher:
             try:
                 self.store.create(manifest_key(attempt.version), attempt.data)
             except AlreadyExists:
-                k = self._ours(attempt.version, self.chain.committed(attempt.version) or b"")
+                found = self.chain.committed(attempt.version, [each.data for each in self._attempts])
+                k = self._ours(attempt.version, found or b"")
                 return {"fenced": self._taken(attempt.version)} if k is None else {"adopt": k}
             return {"adopt": len(self._attempts) - 1}
 

@@ -220,7 +220,7 @@ class World:
 
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "snapshot"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 5])
 def test_random_steps(seed: int, masters: bool, asynchronous: bool) -> None:
     world = World(seed, masters=masters, asynchronous=asynchronous)
     for k in range(200):
