@@ -276,7 +276,7 @@ class Publisher:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
             for version in sorted({attempt.version for attempt in self._attempts}, reverse=True):
-                found = self.chain.committed(version)
+                found = self.chain.committed(version, [each.data for each in self._attempts])
                 if found is None:
                     continue
                 ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
@@ -289,9 +289,15 @@ class Publisher:
 
     def _check_ahead(self) -> None:
         """Whoever committed a version above ours has taken over, under whatever number."""
-        newest = self.chain.newest(self.version)
-        if newest is not None and newest > (-1 if self._head is None else self._head.version):
+        head = self._head
+        if head is None:
+            newest, sound = self.chain.newest(), True
+        else:
+            newest, sound = self.chain.since(head.version, None if head.anchor else head.base_version)
+        if newest is not None and newest > (-1 if head is None else head.version):
             self._fence(newest)
+        if not sound:
+            self._since_anchor = self._anchor_every  # one is due
 
     def _fence(self, version: int) -> None:
         self._source.distrust("another publisher took over")
@@ -428,7 +434,7 @@ class Publisher:
         try:
             self.store.create(manifest_key(attempt.version), attempt.data)
         except AlreadyExists:
-            found = self.chain.committed(attempt.version)
+            found = self.chain.committed(attempt.version, [each.data for each in self._attempts])
             for earlier in self._attempts:
                 if earlier.version == attempt.version and earlier.data == found:
                     self._adopt(earlier, settle=earlier is attempt or earlier.change.patch is not None)

@@ -316,6 +316,44 @@ def test_what_one_rank_refuses_all_refuse(ranks: Ranks, tmp_path: Path) -> None:
             assert each[key][0] == ConflictError.__name__
 
 
+def passing_over(rank: int, folder: Path) -> list[str]:
+    model = Model(rank, 2, masters=True)
+    publisher = model.publisher(folder, anchor_every=100)
+    kinds = [publisher.publish().kind]
+    model.step()
+    kinds.append(publisher.publish().kind)
+    create = publisher.store.create
+
+    def after_a_rival(key: str, data: bytes) -> None:
+        rival = Publisher(folder, {name: tensor + 1 for name, tensor in model.whole().items()}, keep_anchors=1)
+        assert rival.publish(2).kind == "anchor"
+        create(key, data)
+
+    model.step()
+    publisher.store.create = after_a_rival  # type: ignore[method-assign]
+    kinds.append(publisher.publish(3).kind)
+    publisher.store.create = create  # type: ignore[method-assign]
+    for _ in range(2):
+        model.step()
+        kinds.append(publisher.publish().kind)
+    return kinds
+
+
+def test_after_a_lower_number_of_a_rival_comes_an_anchor(ranks: Ranks, tmp_path: Path) -> None:
+    """It may have removed what the patch of the higher one begins at."""
+    kinds = ranks.run(passing_over, tmp_path, world=2)
+    assert kinds == [["anchor", "patch", "patch", "anchor", "patch"]] * 2
+    chain = Chain(open_store(tmp_path))
+    assert chain.versions() == [2, 3, 4, 5]
+    assert (chain.manifest(3).base_version, chain.manifest(4).base_version) == (1, 3)
+    model = Model(0, 2, masters=True)
+    for _ in range(4):
+        model.step()
+    weights = blank(model.whole())
+    Subscriber(tmp_path, weights).poll()
+    assert_same_bits(weights, model.whole())
+
+
 def killed(rank: int, folder: Path) -> tuple[str, str]:
     model = Model(rank, 3, masters=True)
     publisher = model.publisher(folder, anchor_every=100)
