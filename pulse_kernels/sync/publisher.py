@@ -92,9 +92,11 @@ class Publisher:
         optimizer.step(); report = publisher.publish()
 
     store: URL, folder, obstore object or ``Store``. params: the weights: nn.Module, dict or (name, tensor) pairs.
-    masters: FP32 masters under the same names; ``publish`` then casts them into the weights in the pass that finds the
-    changes, and keeps no copy of the weights. anchor_every: versions from one whole checkpoint to the next. profile:
-    "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see ``signer_from``.
+    masters: FP32 masters of some or all weights under the same names; ``publish`` casts them into these weights in the
+    pass that finds the changes, and keeps no copy of these. Weights without a master (buffers, frozen or FP32
+    parameters) are compared with a copy of the version sent last. anchor_every: versions from one whole checkpoint to
+    the next. profile: "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see
+    ``signer_from``.
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, applied after every anchor, see ``prune``; None keeps all; where it fails, the report's
