@@ -207,7 +207,9 @@ def _is_newest(publisher: Publisher, source: _CheckpointSource) -> bool:
 
 
 def _publish_line(report: PublishReport, path: Path) -> str:
-    sent = [f"patch {size(report.payload_bytes)}, 1/{report.ratio:.0f} of dense"] if report.payload_bytes else []
+    sent = []
+    if report.payload_bytes and report.ratio:
+        sent.append(f"patch {size(report.payload_bytes)}, 1/{report.ratio:.0f} of dense")
     if report.anchor_bytes:
         sent = sent if report.base_version is not None else []
         sent.append(f"anchor {size(report.anchor_bytes)}")

@@ -167,7 +167,8 @@ class Publisher:
         """Make the weights as they are (with masters: as the masters cast to them) the next version.
 
         version: its number, above all before; by default one more than the last. Returns once the version can be
-        fetched; asynchronous: once the weights may change, with ``committed`` False.
+        fetched; asynchronous: once the weights may change, with ``committed`` False and None for sizes that are not
+        known yet; ``wait()`` has the full report.
 
         With masters the weights are cast first, whatever becomes of sending them, so that training goes on with them.
 
@@ -476,7 +477,8 @@ class Publisher:
     def _report(self, job: _Job, manifest: Manifest | None, num_changed: int, *, committed: bool) -> PublishReport:
         patch = job.change.patch
         anchor_bytes = 0 if manifest is None else sum(part.bytes for part in manifest.anchor)
-        payload = 0 if manifest is None else sum(part.bytes for part in manifest.patch) or anchor_bytes
+        payload = None if manifest is None else sum(part.bytes for part in manifest.patch) or anchor_bytes
+        ratio = self._source.dense_bytes / payload if payload else payload  # 0 of nothing, None of what is not known
         return PublishReport(
             version=job.version,
             kind="anchor" if job.whole is not None or patch is None else "patch",
@@ -488,7 +490,7 @@ class Publisher:
             payload_bytes=payload,
             anchor_bytes=anchor_bytes,
             dense_bytes=self._source.dense_bytes,
-            ratio=self._source.dense_bytes / payload if payload else 0.0,
+            ratio=ratio,
             folded=job.change.folded,
             committed=committed,
             note=job.note,

@@ -15,8 +15,9 @@ class PublishReport(Report):
     whole state), upload (of the patch), commit (the manifest), prune (retention).
 
     kind: "anchor" or "patch". payload_bytes: what a follower fetches, the patch or else the anchor. ratio:
-    dense_bytes / payload_bytes. folded: changes of how many calls are in it. committed: False where the upload still
-    runs (its own report follows to ``on_report``). note: why an anchor was sent, where it was not just its turn.
+    dense_bytes / payload_bytes. Both are None while the upload still runs, as nobody knows yet. folded: changes of how
+    many calls are in it. committed: False where the upload still runs; ``wait()`` returns the report of what came of
+    it, which ``on_report`` gets as well. note: why an anchor was sent, where it was not just its turn.
     """
 
     report: ClassVar[str] = "publish"
@@ -28,10 +29,10 @@ class PublishReport(Report):
     num_changed: int
     numel: int
     density: float
-    payload_bytes: int
+    payload_bytes: int | None
     anchor_bytes: int
     dense_bytes: int
-    ratio: float
+    ratio: float | None
     folded: int
     committed: bool
     note: str = ""
