@@ -148,7 +148,7 @@ class Patch:
         base_digest: the digest the caller knows ``old`` to have (the ``digest`` of the patch before this one); without
         it, it is taken in the same pass, which on a CPU costs about as much as the comparison.
         """
-        before, after = named_tensors(old), named_tensors(new)
+        before, after = named_tensors(old, "old"), named_tensors(new, "new")
         replaced = {name for name in after if name in before and not _same_kind(before[name], after[name])}
         common = [name for name in after if name in before and name not in replaced]
         known = base_digest is not None
@@ -206,7 +206,7 @@ class Patch:
         before anything is written; on any later error, as for want of memory, the weights are as they were.
         ``undo=False`` writes in the pass that compares, which is faster: after such an error some weights are new.
         """
-        sources, targets = named_tensors(masters), named_tensors(weights)
+        sources, targets = named_tensors(masters, "masters"), named_tensors(weights, "weights")
         _check_gate(sources, targets, update)
         if group_bytes <= 0:
             raise ValueError(f"Patch.gate: group_bytes is {group_bytes}, expected at least 1")
@@ -325,7 +325,7 @@ class Patch:
         profile: "fast" or "balanced". base: the old tensors, needed where the profile codes values against them and
         the patch does not know ``old_values``; ValueError says so.
         """
-        return _installed_codec().encode(self, profile, None if base is None else named_tensors(base))
+        return _installed_codec().encode(self, profile, None if base is None else named_tensors(base, "base"))
 
     @classmethod
     def from_bytes(
@@ -348,7 +348,7 @@ class Patch:
         BaseMismatchError (another base), ValueError (base needed, or a pending patch without a digest), IndexError (a
         pending patch with positions out of order or range).
         """
-        named = None if base is None else named_tensors(base)
+        named = None if base is None else named_tensors(base, "base")
         return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes, pending)
 
     def digest_of_values(self) -> str:
@@ -368,7 +368,7 @@ class Patch:
 
     def save(self, path: str | os.PathLike[str], profile: str = "balanced", base: Params | None = None) -> int:
         """Write ``to_bytes`` to ``path`` under a temporary name, then rename; returns the bytes written."""
-        return _installed_codec().save(self, path, profile, None if base is None else named_tensors(base))
+        return _installed_codec().save(self, path, profile, None if base is None else named_tensors(base, "base"))
 
     @classmethod
     def load(
@@ -414,7 +414,7 @@ class Patch:
 
     def _write(self, weights: Params, current_digest: str | None, verify: bool, undo: bool) -> tuple[str, Patch | None]:
         """(digest of the result, the patch that takes it back if ``undo``)."""
-        named = named_tensors(weights)
+        named = named_tensors(weights, "weights")
         _check_can_resize(self, weights)
         for name in (*self.tensors, *self.removed):
             if name not in named:

@@ -54,8 +54,8 @@ class Source:
     ) -> None:
         if on_nonfinite not in ("error", "allow"):
             raise ValueError(f"on_nonfinite is {on_nonfinite!r}, expected 'error' or 'allow'")
-        self._params = _kept(params)
-        self._masters = None if masters is None else _kept(masters)
+        self._params = _kept(params, "params")
+        self._masters = None if masters is None else _kept(masters, "masters")
         self._profile = profile
         self._finite = on_nonfinite == "error"
         named = self.weights()
@@ -191,7 +191,7 @@ class Source:
 
     def _masters_now(self) -> dict[str, Tensor]:
         assert self._masters is not None
-        masters = {name: tensor.detach() for name, tensor in named_tensors(self._masters).items()}
+        masters = {name: tensor.detach() for name, tensor in named_tensors(self._masters, "masters").items()}
         if odd := masters.keys() ^ set(self._gated):
             which = "new" if min(odd) in masters else "gone"
             raise ValueError(
@@ -203,7 +203,7 @@ class Source:
     def _check_masters(self, named: Mapping[str, Tensor]) -> list[str]:
         """The names of ``named`` that have a master, which fits."""
         assert self._masters is not None
-        masters = named_tensors(self._masters)
+        masters = named_tensors(self._masters, "masters")
         if lone := masters.keys() - named.keys():
             raise ValueError(
                 f"masters: {min(lone)!r:.200} has a master and no weight; masters go by their weights' names in "
@@ -302,9 +302,9 @@ class Source:
         self._sure = True
 
 
-def _kept(params: Params) -> Params:
+def _kept(params: Params, what: str) -> Params:
     """``params``, pairs that can be walked once as a dict."""
-    return params if isinstance(params, nn.Module | Mapping) else named_tensors(params)
+    return params if isinstance(params, nn.Module | Mapping) else named_tensors(params, what)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
