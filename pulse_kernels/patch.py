@@ -19,7 +19,7 @@ from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
 from pulse_kernels.state import Params, StateDigest, named_tensors, on_host, tensor_key, unsigned
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TensorPatch:
     """The changes of one tensor.
 
@@ -42,6 +42,10 @@ class TensorPatch:
             if values is not None:
                 checks.vector(op, label, values, ("indices", self.indices))
                 checks.has_dtype(op, label, values, (self.dtype,))
+
+    def __repr__(self) -> str:
+        kind = f"{checks.short(self.dtype)} {list(self.shape)}"
+        return f"TensorPatch({self.name!r}, {kind}, {self.num_changed} of {self.numel} changed)"
 
     @property
     def num_changed(self) -> int:
@@ -90,7 +94,7 @@ def _installed_codec() -> Codec:
     return _codec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Patch:
     """What turns one version of a state into the next.
 
@@ -126,6 +130,13 @@ class Patch:
                 raise ValueError(f"Patch: {min(both)!r} is both changed and {kind}; a tensor can only be one of them")
         if both := set(self.added) & set(self.removed):
             raise ValueError(f"Patch: {min(both)!r} is both added and removed; list a replaced tensor as added only")
+
+    def __repr__(self) -> str:
+        versions = "" if self.version is None else f"version {self.base_version} to {self.version}, "
+        resized = f", {len(self.added)} added, {len(self.removed)} removed" * bool(self.added or self.removed)
+        digest = f", digest {self.digest[:8]}..." * bool(self.digest)
+        changed = f"{self.num_changed} of {self.numel} elements changed, tensors: {len(self.tensors)} changed"
+        return f"Patch({versions}{changed}{resized}{digest})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "sent": {}}  # belongs to these very tensors, and to this process

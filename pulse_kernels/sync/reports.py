@@ -8,7 +8,7 @@ from typing import ClassVar
 from pulse_kernels.report import Report
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PublishReport(Report):
     """A version sent. seconds: by phase: check (does anybody else publish), gate (find the changes), digest (of whole
     states, with anchors), pack (code indices and values), encode (container and BLAKE3), anchor (read, hash, send the
@@ -39,7 +39,7 @@ class PublishReport(Report):
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StageReport(Report):
     """A version made ready. seconds: by phase: route (manifests), fetch, decode. from_anchor: whether it is reached
     from an anchor. patches: how many were folded."""
@@ -55,7 +55,7 @@ class StageReport(Report):
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ApplyReport(Report):
     """A version in place. seconds: by phase: apply (the pause; with verify="full" the sweep is in "verify"), and,
     where ``poll`` made it, those of the stage before it."""
