@@ -61,6 +61,9 @@ def test_one_upload_runs_and_the_next_call_waits_for_it(setting: Setting) -> Non
     trainer.step()
     report = publisher.publish()
     assert (report.version, report.committed) == (1, False)
+    # not known yet, which must not look like figures
+    assert (report.payload_bytes, report.ratio) == (None, None)
+    assert report.to_dict()["payload_bytes"] is report.to_dict()["ratio"] is None
     assert gate.reached.acquire(timeout=30)
     assert publisher.version == 0
     trainer.step()
@@ -99,6 +102,9 @@ def test_what_was_published_is_what_the_weights_were(setting: Setting) -> None:
         report = publisher.wait()
         assert report is not None
         assert (report.version, report.committed) == (version, True)
+        sent = publisher.chain.manifest(version).patch
+        assert report.payload_bytes == sum(part.bytes for part in sent) > 0
+        assert report.ratio == report.dense_bytes / report.payload_bytes
         subscriber.poll()
         assert_same_bits(weights, expected)
 
