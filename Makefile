@@ -7,10 +7,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 SOURCES := setup.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test bench sanitize lint wheel clean
+.PHONY: help setup demo loco test bench sanitize lint wheel clean
 
 help:
 	@echo "make demo      an RL run whose rollout workers follow the trainer by patches (about 2 minutes)"
+	@echo "make loco      PULSELoCo beside DiLoCo and DDP (10 to 15 minutes); writes docs/loco, docs/pulseloco.md"
 	@echo "make test      the test suite"
 	@echo "make bench     benchmarks beside eager PyTorch; writes docs/performance.md"
 	@echo "make sanitize  csrc, CUDA kernel bodies too, under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -31,6 +32,9 @@ $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 
 demo: setup
 	$(BIN)/pulse-kernels demo --out build/demo
+
+loco: setup
+	$(BIN)/python -m examples.loco --doc docs/pulseloco.md
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -188,7 +188,7 @@ def _diff_tensor(
         indices, values, old_values = ops.diff_compact(new_slice, old_slice, return_old=True)
         if indices.numel():
             change.update(info.name, info, indices.long() + start, old_values, values)
-            encoder.submit(target, codec.Changes(start, stop - start, indices, values, old_values))
+            encoder.submit(target, codec.Changes(start, stop - start, indices, values, old_values, origin=start))
         count.add(2 * old_slice.nbytes)
 
 

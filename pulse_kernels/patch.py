@@ -19,7 +19,7 @@ from pulse_kernels.errors import BaseMismatchError, VerificationError, naming
 from pulse_kernels.state import Params, StateDigest, named_tensors, on_host, tensor_key, unsigned
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TensorPatch:
     """The changes of one tensor.
 
@@ -42,6 +42,10 @@ class TensorPatch:
             if values is not None:
                 checks.vector(op, label, values, ("indices", self.indices))
                 checks.has_dtype(op, label, values, (self.dtype,))
+
+    def __repr__(self) -> str:
+        kind = f"{checks.short(self.dtype)} {list(self.shape)}"
+        return f"TensorPatch({self.name!r}, {kind}, {self.num_changed} of {self.numel} changed)"
 
     @property
     def num_changed(self) -> int:
@@ -90,7 +94,7 @@ def _installed_codec() -> Codec:
     return _codec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Patch:
     """What turns one version of a state into the next.
 
@@ -127,6 +131,13 @@ class Patch:
         if both := set(self.added) & set(self.removed):
             raise ValueError(f"Patch: {min(both)!r} is both added and removed; list a replaced tensor as added only")
 
+    def __repr__(self) -> str:
+        versions = "" if self.version is None else f"version {self.base_version} to {self.version}, "
+        resized = f", {len(self.added)} added, {len(self.removed)} removed" * bool(self.added or self.removed)
+        digest = f", digest {self.digest[:8]}..." * bool(self.digest)
+        changed = f"{self.num_changed} of {self.numel} elements changed, tensors: {len(self.tensors)} changed"
+        return f"Patch({versions}{changed}{resized}{digest})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "sent": {}}  # belongs to these very tensors, and to this process
 
@@ -148,7 +159,7 @@ class Patch:
         base_digest: the digest the caller knows ``old`` to have (the ``digest`` of the patch before this one); without
         it, it is taken in the same pass, which on a CPU costs about as much as the comparison.
         """
-        before, after = named_tensors(old), named_tensors(new)
+        before, after = named_tensors(old, "old"), named_tensors(new, "new")
         replaced = {name for name in after if name in before and not _same_kind(before[name], after[name])}
         common = [name for name in after if name in before and name not in replaced]
         known = base_digest is not None
@@ -206,7 +217,7 @@ class Patch:
         before anything is written; on any later error, as for want of memory, the weights are as they were.
         ``undo=False`` writes in the pass that compares, which is faster: after such an error some weights are new.
         """
-        sources, targets = named_tensors(masters), named_tensors(weights)
+        sources, targets = named_tensors(masters, "masters"), named_tensors(weights, "weights")
         _check_gate(sources, targets, update)
         if group_bytes <= 0:
             raise ValueError(f"Patch.gate: group_bytes is {group_bytes}, expected at least 1")
@@ -325,7 +336,7 @@ class Patch:
         profile: "fast" or "balanced". base: the old tensors, needed where the profile codes values against them and
         the patch does not know ``old_values``; ValueError says so.
         """
-        return _installed_codec().encode(self, profile, None if base is None else named_tensors(base))
+        return _installed_codec().encode(self, profile, None if base is None else named_tensors(base, "base"))
 
     @classmethod
     def from_bytes(
@@ -348,7 +359,7 @@ class Patch:
         BaseMismatchError (another base), ValueError (base needed, or a pending patch without a digest), IndexError (a
         pending patch with positions out of order or range).
         """
-        named = None if base is None else named_tensors(base)
+        named = None if base is None else named_tensors(base, "base")
         return _installed_codec().decode(buffer, named, current_digest, max_decoded_bytes, pending)
 
     def digest_of_values(self) -> str:
@@ -368,7 +379,7 @@ class Patch:
 
     def save(self, path: str | os.PathLike[str], profile: str = "balanced", base: Params | None = None) -> int:
         """Write ``to_bytes`` to ``path`` under a temporary name, then rename; returns the bytes written."""
-        return _installed_codec().save(self, path, profile, None if base is None else named_tensors(base))
+        return _installed_codec().save(self, path, profile, None if base is None else named_tensors(base, "base"))
 
     @classmethod
     def load(
@@ -414,7 +425,7 @@ class Patch:
 
     def _write(self, weights: Params, current_digest: str | None, verify: bool, undo: bool) -> tuple[str, Patch | None]:
         """(digest of the result, the patch that takes it back if ``undo``)."""
-        named = named_tensors(weights)
+        named = named_tensors(weights, "weights")
         _check_can_resize(self, weights)
         for name in (*self.tensors, *self.removed):
             if name not in named:

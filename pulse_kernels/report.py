@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
 
@@ -14,6 +14,21 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able data; "report" says which kind it is."""
         return {"report": self.report, **asdict(self)}  # type: ignore[call-overload]
+
+    def __repr__(self) -> str:
+        """One line: no phases, no notes that are empty, figures rounded; ``to_dict`` has all."""
+        shown = []
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.name == "seconds":
+                shown.append(f"total_seconds={self.total_seconds:.3g}")
+            elif isinstance(value, float):
+                shown.append(f"{each.name}={value:.4g}")
+            elif each.name == "digest":
+                shown.append(f"digest={value[:8]}...")
+            elif value is not None and value != "":
+                shown.append(f"{each.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def total_seconds(self) -> float:

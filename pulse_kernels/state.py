@@ -29,23 +29,41 @@ class Kind(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def named_tensors(params: Params) -> dict[str, Tensor]:
-    """``params`` as name -> tensor: an nn.Module's state_dict (the tensors themselves), a mapping, or pairs."""
+def named_tensors(params: Params, what: str = "params") -> dict[str, Tensor]:
+    """``params`` as name -> tensor: an nn.Module's state_dict (the tensors themselves), a mapping, or pairs.
+
+    what: the argument's name, for messages. TypeError for anything else, which shows types and no contents.
+    """
     if isinstance(params, nn.Module):
         named = params.state_dict(keep_vars=True)
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} is {_article(params)}, expected {_EXPECTED}")
     pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
-    for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
-            raise TypeError(
-                f"params: found {pair!r:.80}, expected (name, tensor) pairs, a dict of them or an nn.Module"
-            )
+    for k, pair in enumerate(pairs):
+        if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor):
+            continue
+        if isinstance(params, Mapping):
+            name, value = pair
+            place = f"{what}[{name!r:.200}]" if isinstance(name, str) else f"a name in {what}"
+            wrong, kind = (value, "a tensor") if isinstance(name, str) else (name, "a str")
+            raise TypeError(f"{place} is {_article(wrong)}, expected {kind}")
+        found = _article(pair)
+        if isinstance(pair, tuple):
+            found = f"a tuple of ({', '.join(type(each).__name__ for each in pair[:4])}{', ...' * (len(pair) > 4)})"
+        raise TypeError(f"{what}[{k}] is {found}, which has no name; expected {_EXPECTED}")
     named = dict(pairs)
     if len(named) != len(pairs):
-        raise ValueError(f"params: {len(pairs) - len(named)} names occur twice; names must be unique")
+        raise ValueError(f"{what}: {len(pairs) - len(named)} names occur twice; names must be unique")
     return named
+
+
+_EXPECTED = "an nn.Module, a dict of tensors or (name, tensor) pairs, as model.named_parameters() gives them"
+
+
+def _article(found: object) -> str:
+    name = type(found).__name__
+    return "None" if found is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def tensor_key(name: str, dtype: torch.dtype, shape: Iterable[int]) -> int:

@@ -363,9 +363,11 @@ std::tuple<Tensor, Tensor> sum_entries(Tensors indices, Tensors values, int64_t 
 
 // ---- byte streams ---------------------------------------------------------------------------------------------------
 
-// One segment a task: (tops, low planes, escapes), a low plane being empty for a shift of 0.
-std::tuple<Tensors, Tensors, Tensors> gaps_to_bytes(Tensors indices, std::vector<int64_t> shifts) {
-  require(indices.size() == shifts.size(), "lists differ in length");
+// One segment a task: (tops, low planes, escapes), a low plane being empty for a shift of 0. starts: the least position
+// that each can have.
+std::tuple<Tensors, Tensors, Tensors> gaps_to_bytes(Tensors indices, std::vector<int64_t> starts,
+                                                    std::vector<int64_t> shifts) {
+  require(indices.size() == shifts.size() && indices.size() == starts.size(), "lists differ in length");
   const size_t segments = indices.size();
   Tensors tops, lows, escapes;
   std::vector<const void*> inputs;
@@ -385,9 +387,9 @@ std::tuple<Tensors, Tensors, Tensors> gaps_to_bytes(Tensors indices, std::vector
     const int64_t n = indices[k].numel();
     const int shift = static_cast<int>(shifts[k]);
     if (is_wide(indices[k])) {
-      encode_gaps(static_cast<const int64_t*>(inputs[k]), n, 0, shift, top_data[k], low_data[k], &rest[k]);
+      encode_gaps(static_cast<const int64_t*>(inputs[k]), n, starts[k], shift, top_data[k], low_data[k], &rest[k]);
     } else {
-      encode_gaps(static_cast<const int32_t*>(inputs[k]), n, 0, shift, top_data[k], low_data[k], &rest[k]);
+      encode_gaps(static_cast<const int32_t*>(inputs[k]), n, starts[k], shift, top_data[k], low_data[k], &rest[k]);
     }
   });
   for (size_t k = 0; k < segments; ++k) {
@@ -521,7 +523,7 @@ STABLE_TORCH_LIBRARY(pulse_kernels_cpu, m) {
   m.def("unpack(Tensor packed, bool wide) -> (Tensor, str)");
   m.def("digest(Tensor tensor, int key, int start) -> Tensor");
   m.def("digest_update(Tensor digest, Tensor indices, Tensor old, Tensor new, int key) -> Tensor");
-  m.def("encode_gaps_many(Tensor[] indices, int[] shifts) -> (Tensor[], Tensor[], Tensor[])");
+  m.def("encode_gaps_many(Tensor[] indices, int[] starts, int[] shifts) -> (Tensor[], Tensor[], Tensor[])");
   m.def("decode_gaps(Tensor top, Tensor low, Tensor escapes, int start, int stop, bool wide) -> (Tensor, int)");
   m.def("encode_values_many(Tensor[] values, Tensor[] bases, int[] is_float) -> Tensor[]");
   m.def("decode_values(Tensor planes, Tensor? base, bool is_float, Tensor(a!) values) -> bool");

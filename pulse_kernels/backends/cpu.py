@@ -177,8 +177,10 @@ def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key
     return result
 
 
-def encode_gaps_many(indices: list[Tensor], shifts: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    tops, lows, escapes = _raw.encode_gaps_many([dense(t) for t in indices], shifts)
+def encode_gaps_many(
+    indices: list[Tensor], starts: list[int], shifts: list[int]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    tops, lows, escapes = _raw.encode_gaps_many([dense(t) for t in indices], starts, shifts)
     return tops, lows, escapes
 
 

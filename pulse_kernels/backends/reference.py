@@ -440,8 +440,14 @@ def digest_update(digest: Tensor, indices: Tensor, old: Tensor, new: Tensor, key
 # ---- byte streams of the codec (docs/format.md) ---------------------------------------------------------------------
 
 
-def encode_gaps_many(indices: list[Tensor], shifts: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    rows = [_encode_gaps(positions.long(), shift) for positions, shift in zip(indices, shifts, strict=True)]
+def encode_gaps_many(
+    indices: list[Tensor], starts: list[int], shifts: list[int]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """starts: the least position that each can have."""
+    rows = [
+        _encode_gaps(positions.long() - start, shift)
+        for positions, start, shift in zip(indices, starts, shifts, strict=True)
+    ]
     return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 

@@ -89,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: int, kind: str, message: str, as_json: bool, indent: int | None) -> int:
+    from pulse_kernels.cli.arguments import in_options
+
+    message = in_options(message)
     if as_json:
         print(json.dumps({"error": {"type": kind, "message": message}, "exit_code": code}, indent=indent), flush=True)
     print(f"pulse-kernels: error: {message}", file=sys.stderr, flush=True)

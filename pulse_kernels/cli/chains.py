@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pulse_kernels.cli.arguments import STORE, command, count
+from pulse_kernels.cli.arguments import STORE, command, count, many
 from pulse_kernels.cli.checkpoints import size
 from pulse_kernels.errors import ChainError, PulseError
 
@@ -78,7 +78,7 @@ def _log(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                     "digest": manifest.digest,
                 }
             )
-    lines = [f"{arguments.store}: {len(versions)} versions{'' if chain.id is None else f', chain {chain.id}'}"]
+    lines = [f"{arguments.store}: {many(len(versions), 'version')}{'' if chain.id is None else f', chain {chain.id}'}"]
     lines += [_log_line(row) for row in rows]
     return 0, {"chain": chain.id, "num_versions": len(versions), "versions": rows}, "\n".join(lines)
 
@@ -116,11 +116,12 @@ def _fsck(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     lines += [f"repaired: {key}" for key in report.repaired]
     verdict = "DAMAGED" if report.damaged else "sound"
     lines.append(
-        f"{arguments.store}: {verdict}; {report.versions} versions, {report.anchors} anchors and {report.patches} "
-        f"patches verified, {size(report.bytes_read)} read"
+        f"{arguments.store}: {verdict}; {many(report.versions, 'version')}, {many(report.anchors, 'anchor')} and "
+        f"{many(report.patches, 'patch')} verified, {size(report.bytes_read)} read"
     )
     if report.unverified:
-        lines.append(f"could not be rebuilt: versions {', '.join(map(str, report.unverified))}")
+        which = "version" if len(report.unverified) == 1 else "versions"
+        lines.append(f"could not be rebuilt: {which} {', '.join(map(str, report.unverified))}")
     return int(report.damaged), report.to_dict(), "\n".join(lines)
 
 
@@ -136,9 +137,10 @@ def _prune(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             dry_run=arguments.dry_run,
         )
     done = "would be removed" if report.dry_run else "removed"
+    stay = "stays" if len(report.kept) == 1 else "stay"
     text = (
-        f"{arguments.store}: {len(report.removed)} versions, {report.objects} objects, {size(report.nbytes)} {done}; "
-        f"{len(report.kept)} versions stay"
+        f"{arguments.store}: {many(len(report.removed), 'version')}, {many(report.objects, 'object')}, "
+        f"{size(report.nbytes)} {done}; {many(len(report.kept), 'version')} {stay}"
     )
     return 0, report.to_dict(), text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pulse_kernels import checkpoint_patch, codec
 from pulse_kernels.checkpoint import Checkpoint, checkpoint_state
-from pulse_kernels.cli.arguments import command
+from pulse_kernels.cli.arguments import command, many
 from pulse_kernels.cli.progress import ProgressBar
 from pulse_kernels.codec.segment import PROFILES
 from pulse_kernels.errors import naming
@@ -79,7 +79,7 @@ def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         f"{arguments.output}: {size(report.patch_bytes)}, 1/{report.ratio:.1f} of the {size(report.dense_bytes)} dense "
         f"checkpoint, {report.profile}\n"
         f"{report.num_changed:,} of {report.num_elements:,} elements changed ({report.density:.3%}) in "
-        f"{report.tensors_changed} tensors; {report.tensors_added} added, {report.tensors_removed} removed\n"
+        f"{many(report.tensors_changed, 'tensor')}; {report.tensors_added} added, {report.tensors_removed} removed\n"
         f"digest {report.base_digest} -> {report.digest}\n"
         f"{report.seconds:.2f} s"
     )
@@ -132,7 +132,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         f"{arguments.path}: patch, {size(nbytes)}, profile {header.profile}",
         f"version   {_or_none(header.base_version)} -> {_or_none(header.version)}",
         f"digest    {header.base_digest or 'unknown'} -> {header.digest or 'unknown'}",
-        f"changed   {header.num_changed:,} of {header.numel:,} elements in {len(header.tensors)} tensors "
+        f"changed   {header.num_changed:,} of {header.numel:,} elements in {many(len(header.tensors), 'tensor')} "
         f"({header.density:.3%}), {data['bits_per_change']:.2f} bits a change",
         f"payload   indices {size(header.index_bytes)}, values {size(header.value_bytes)}, "
         f"added tensors {size(header.added_bytes)}",
@@ -199,8 +199,8 @@ def _inspect_checkpoint(path: str) -> tuple[int, dict[str, Any], str]:
     }
     lines = [
         str(state),
-        f"{len(infos)} tensors, {data['num_elements']:,} elements, {size(sum(i.nbytes for i in infos))} in "
-        f"{len(files)} files",
+        f"{many(len(infos), 'tensor')}, {data['num_elements']:,} elements, {size(sum(i.nbytes for i in infos))} in "
+        f"{many(len(files), 'file')}",
     ]
     if state.leftovers:
         lines.append(f"leftovers of an interrupted apply, removed by the next: {', '.join(state.leftovers)}")
@@ -212,7 +212,7 @@ def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         report = checkpoint_patch.verify(arguments.base, arguments.patch, arguments.new, progress=progress)
     if report.identical:
         text = (
-            f"identical: {report.tensors} tensors, {size(report.bytes_compared)} compared bit by bit, "
+            f"identical: {many(report.tensors, 'tensor')}, {size(report.bytes_compared)} compared bit by bit, "
             f"digest {report.digest}, {report.seconds:.2f} s"
         )
         return 0, report.to_dict(), text

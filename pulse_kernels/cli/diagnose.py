@@ -31,9 +31,7 @@ def add_commands(commands: Any) -> None:
     )
 
     demo = command(commands, "demo", _demo, "train a small model with RL while two rollout workers follow by patches")
-    demo.add_argument(
-        "--steps", type=positive_number, metavar="N", help="optimizer steps (default: the demo's own number)"
-    )
+    demo.add_argument("--steps", type=positive_number, default=150, metavar="N", help="optimizer steps (%(default)s)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     demo.add_argument("--workers", type=positive_number, default=2, metavar="N", help="rollout processes (%(default)s)")
     demo.add_argument("--out", metavar="DIR", help="keep versions, chart and summary here (default: only the chart)")
@@ -209,9 +207,12 @@ def _cell(value: Any) -> str:
 def _demo(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from pulse_kernels.demo import run_demo
 
-    options: dict[str, Any] = {"seed": arguments.seed, "workers": arguments.workers, "json": arguments.json}
-    if arguments.steps is not None:
-        options["steps"] = arguments.steps
+    options: dict[str, Any] = {
+        "steps": arguments.steps,
+        "seed": arguments.seed,
+        "workers": arguments.workers,
+        "json": arguments.json,
+    }
     if arguments.out is not None:
         options["out_dir"] = arguments.out
     if arguments.store is not None:

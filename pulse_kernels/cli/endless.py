@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from pulse_kernels.errors import StoreError
+from pulse_kernels.errors import PulseError, StoreError
 
 if TYPE_CHECKING:
     from pulse_kernels.sync import Store
@@ -72,7 +72,10 @@ def run_endless(
                 from pulse_kernels.sync.metrics import Metrics
 
                 metrics = Metrics()
-                server = stack.enter_context(metrics.serve(port=arguments.metrics_port))
+                try:
+                    server = stack.enter_context(metrics.serve(port=arguments.metrics_port))
+                except OSError as error:
+                    raise PulseError(f"--metrics-port {arguments.metrics_port}: {error.strerror or error}") from error
                 lines.note(f"metrics are at {server.url}")
             retry = Retry(lines, arguments.interval, metrics)
             store = stack.enter_context(_opened(arguments, retry, create))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pulse_kernels.checkpoint import Checkpoint
-from pulse_kernels.cli.arguments import STORE, command, count
+from pulse_kernels.cli.arguments import STORE, command, count, in_options
 from pulse_kernels.cli.checkpoints import size, version_number
 from pulse_kernels.cli.endless import Lines, Result, Retry, run_endless
 from pulse_kernels.cli.watching import Found, Watch, weights_state
@@ -142,7 +142,7 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: Lines, ret
                 loaded = None
                 source.load(found)
                 loaded = found
-            publisher = publisher or _publisher(arguments, store, source, retry.metrics)
+            publisher = publisher or _publisher(arguments, store, source, lines, retry.metrics)
             _send(publisher, source, found, arguments.version_from_step, lines)
         except CheckpointError as error:  # another one is being written there
             if arguments.once and weights_state(found.path) == found.state:
@@ -164,16 +164,22 @@ def _publish_loop(arguments: argparse.Namespace, store: Store, lines: Lines, ret
 
 
 def _publisher(
-    arguments: argparse.Namespace, store: Store, source: _CheckpointSource, metrics: Metrics | None
+    arguments: argparse.Namespace, store: Store, source: _CheckpointSource, lines: Lines, metrics: Metrics | None
 ) -> Publisher:
     from pulse_kernels.sync import Publisher
+    from pulse_kernels.sync.signing import signer_from
 
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        signer = None if arguments.key is None else signer_from(Path(arguments.key))
+    for warning in caught:
+        lines.note(in_options(str(warning.message)))
     return Publisher(
         store,
         source.params,
         anchor_every=arguments.anchor_every,
         profile=arguments.profile,
-        signer=None if arguments.key is None else Path(arguments.key),
+        signer=signer,
         on_nonfinite=arguments.on_nonfinite,
         keep_anchors=arguments.keep_anchors,
         keep_patches=arguments.keep_patches,
@@ -207,7 +213,9 @@ def _is_newest(publisher: Publisher, source: _CheckpointSource) -> bool:
 
 
 def _publish_line(report: PublishReport, path: Path) -> str:
-    sent = [f"patch {size(report.payload_bytes)}, 1/{report.ratio:.0f} of dense"] if report.payload_bytes else []
+    sent = []
+    if report.payload_bytes and report.ratio:
+        sent.append(f"patch {size(report.payload_bytes)}, 1/{report.ratio:.0f} of dense")
     if report.anchor_bytes:
         sent = sent if report.base_version is not None else []
         sent.append(f"anchor {size(report.anchor_bytes)}")

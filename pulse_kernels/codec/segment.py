@@ -97,19 +97,21 @@ def bounds(indices: Tensor, numel: int) -> Iterator[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Changes:
-    """What to code of one segment: ``values`` at ``local``, positions that count from ``start``; CPU tensors, flat.
+    """What to code of one segment: ``values`` at ``indices``, positions of the tensor that count from element
+    ``origin``; CPU tensors, flat.
 
-    local is None where every element has a value (added tensors). old_values: what the values replace, for profiles
+    indices is None where every element has a value (added tensors). old_values: what the values replace, for profiles
     that code against them. packed: ``pack_indices`` of the positions, where a device has made it for profile "fast";
-    local is not needed then.
+    indices are not needed then.
     """
 
     start: int
     numel: int
-    local: Tensor | None
+    indices: Tensor | None
     values: Tensor
     old_values: Tensor | None = None
     packed: Tensor | None = None
+    origin: int = 0
 
 
 def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) -> list[Segment]:
@@ -118,7 +120,7 @@ def encode_segments(items: Sequence[Changes], profile: str, threads: int = 1) ->
         return [_segment(item, _packed(item), (RAW, (raw_bytes(item.values),))) for item in items]
     # Everything that is likely to be kept goes through one call: threads are then started and joined once.
     index = _index_parts(items)
-    value = _value_parts(items, [PLANES if item.local is None else DELTA for item in items])
+    value = _value_parts(items, [PLANES if item.indices is None else DELTA for item in items])
     streams = _store([*index, *value], threads)
     index_streams, value_streams = streams[: len(items)], streams[len(items) :]
     codes = [coded.code for coded in value]
@@ -161,17 +163,18 @@ def _store(streams: Sequence[_Coded], threads: int) -> list[tuple[bytes, ...]]:
 def _packed(item: Changes) -> _Indices:
     if item.packed is not None:
         return PACKED, (raw_bytes(item.packed),), 0
-    if item.local is None:
+    if item.indices is None:
         return ALL, (), 0
-    blob = for_device("cpu").pack_indices(item.local.to(torch.int32), item.numel)
+    blob = for_device("cpu").pack_indices((item.indices - (item.start - item.origin)).to(torch.int32), item.numel)
     return PACKED, (raw_bytes(blob),), 0
 
 
 def _index_parts(items: Sequence[Changes]) -> list[_Coded]:
     coded = [_Coded(ALL, ())] * len(items)
-    listed = [(k, item.local) for k, item in enumerate(items) if item.local is not None]
-    shifts = [8 if items[k].numel >= _GAPS16_FROM * local.numel() else 0 for k, local in listed]
-    columns = for_device("cpu").encode_gaps_many([local for _, local in listed], shifts)
+    listed = [(k, item.indices) for k, item in enumerate(items) if item.indices is not None]
+    shifts = [8 if items[k].numel >= _GAPS16_FROM * indices.numel() else 0 for k, indices in listed]
+    starts = [items[k].start - items[k].origin for k, _ in listed]
+    columns = for_device("cpu").encode_gaps_many([indices for _, indices in listed], starts, shifts)
     for (k, _), shift, *parts in zip(listed, shifts, *columns, strict=True):
         coded[k] = _Coded(GAPS16 if shift else GAPS8, tuple(parts), parts[2].numel())
     return coded

@@ -63,8 +63,7 @@ class SentChanges:
         indices, old = self.indices.get().contiguous(), None if self.old_values is None else self.old_values.get()
         for start, numel, first, last in bounds(indices, self.item.numel):
             part = slice(first, last)
-            local = indices[part] - start if start else indices[part]
-            yield Changes(start, numel, local, values[part], None if old is None else old[part])
+            yield Changes(start, numel, indices[part], values[part], None if old is None else old[part])
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Trainer:
         self.version, self.digest = report.version, report.digest
         if self.version == self.settings.damage_version:
             self.damage()
+        assert report.payload_bytes is not None  # it is there when the call returns
         gate_seconds = report.seconds["gate"]
         encode_seconds = report.total_seconds - gate_seconds
         return Published(report.num_changed, report.payload_bytes, gate_seconds, encode_seconds)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pulse_kernels.report import Report
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SyncReport(Report):
     """A round. seconds: by phase: gate (find what fires), pack (code it), exchange (wait for bytes of others), reduce
     (decode and add up), agree (all have everything; the commit hook), commit (residual and outer step), verify

@@ -96,7 +96,7 @@ def trained(params: Params, masters: Params | None) -> Trained:
     named = _trainable(params)
     casts: dict[str, Tensor] = {}
     if masters is not None:
-        given = named_tensors(masters)
+        given = named_tensors(masters, "masters")
         if lone := given.keys() - named.keys():
             raise ValueError(f"masters: {min(lone)!r:.200} is no trainable parameter; pass masters of params alone")
         for name, master in given.items():

@@ -16,7 +16,7 @@ from pulse_kernels.sync.store import NotFound, Store
 
 T = TypeVar("T")
 
-_EIGHT_DIGITS = 10**8 - 1  # up to here keys of versions are in order as text
+_LEADING_ZERO = 10**7  # keys of versions below it begin with 0, so that those of all above come behind them as text
 _AHEAD = 4  # versions whose parts are fetched at once
 _ANCHORS = 3  # to consider: the nearest, and those before it should that be damaged
 _CACHED_BYTES = 64 << 20  # of manifests; one is never changed, so a copy stays true
@@ -91,21 +91,27 @@ class Chain:
         self._cached_bytes = 0
         self._lock = threading.Lock()
 
-    def versions(self) -> list[int]:
-        """Every committed version that is still there, ascending."""
-        found = (version_of(entry.key) for entry in self.store.list("manifests"))
-        return sorted(version for version in found if version is not None)
+    def versions(self, since: int = 0) -> list[int]:
+        """Every committed version from ``since`` on that is still there, ascending."""
+        after = manifest_key(since - 1) if 0 < since <= _LEADING_ZERO else ""
+        found = (version_of(entry.key) for entry in self.store.list("manifests", after=after))
+        return sorted(version for version in found if version is not None and version >= since)
 
     def newest(self, known: int | None = None) -> int | None:
         """The version committed last, None in an empty store. known: a version that was there: only it and those above
         are listed, unless it is gone."""
-        if known is not None and 0 < known < _EIGHT_DIGITS:
-            behind = self.store.list("manifests", after=manifest_key(known - 1))
-            found = [version for entry in behind if (version := version_of(entry.key)) is not None]
-            if found:
-                return max(found)
-        versions = self.versions()
+        versions = self.versions() if known is None else self.versions(known) or self.versions()
         return versions[-1] if versions else None
+
+    def since(self, head: int, base: int | None) -> tuple[int | None, bool]:
+        """(the newest version, whether ``head`` can be relied on as the end of a patch from ``base``): not where
+        somebody committed in between, whose retention may have removed what ``head`` is rebuilt from, nor where
+        ``base`` is gone. base: None for an anchor.
+        """
+        first = head if base is None else base
+        versions = self.versions(first)
+        newest = versions[-1] if versions else self.newest()
+        return newest, base is None or [version for version in versions if version <= head] == [base, head]
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version. ChainError (damaged, another chain), TrustError, or NotFound."""
@@ -124,12 +130,22 @@ class Chain:
             self._cached_bytes += len(data)
         return manifest
 
-    def committed(self, version: int) -> bytes | None:
-        """The bytes of a version's manifest as the store has them now, unchecked; None where there is none."""
-        try:
-            return self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
-        except NotFound:
-            return None
+    def committed(self, version: int, ours: Iterable[bytes] = ()) -> bytes | None:
+        """The bytes of a version's manifest as the store has them now, unchecked; None where there is none.
+
+        ours: what it may be. What is none of them is read again: an answer damaged on its way must not look like
+        another publisher's commit.
+        """
+        expected = list(ours)
+        found = None
+        for _ in range(2):
+            try:
+                found = self.store.read(manifest_key(version), MAX_MANIFEST_BYTES)
+            except NotFound:
+                return None
+            if not expected or found in expected:
+                break
+        return found
 
     def require_unsigned(self, version: int) -> None:
         """TrustError where the manifest of ``version`` is signed: unsigned versions after it would end the trust of all

@@ -27,6 +27,7 @@ from pulse_kernels.errors import BaseMismatchError, ChainError, CheckpointError,
 from pulse_kernels.patch import Patch
 from pulse_kernels.state import StateDigest
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.leftovers import dead_uploads
 from pulse_kernels.sync.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -61,8 +62,9 @@ KINDS = {
     "index-wrong": "an anchor's index that names other files or tensors",
     "orphan": "an object that no manifest names: harmless, prune removes it",
     "stray": "an object that belongs to no chain: harmless",
+    "leftover": "a temporary file of an upload that was killed, in a local folder: harmless, prune removes it",
 }
-HARMLESS = frozenset({"orphan", "stray"})
+HARMLESS = frozenset({"orphan", "stray", "leftover"})
 
 
 @dataclass(frozen=True)
@@ -352,6 +354,9 @@ class _Walk:
                 self._add("orphan", version_in(entry.key), entry.key, f"{entry.size} bytes that no manifest names")
         for key in self._strays(self.sizes):
             self._add("stray", None, key, "the key is none of a chain")
+        for entry in dead_uploads(self.store):
+            message = f"{entry.size} bytes of an upload that was killed; `pulse-kernels prune` removes them"
+            self._add("leftover", version_in(entry.key), entry.key, message)
 
     @staticmethod
     def _strays(keys: Iterable[str]) -> list[str]:

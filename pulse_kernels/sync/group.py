@@ -89,8 +89,8 @@ class _Offer:
 class GroupPublisher(_Member):
     """The trainer's end, on one rank of the group; each ``publish`` meets a ``receive`` of every other rank.
 
-    params: the weights: nn.Module, dict or (name, tensor) pairs. masters: FP32 masters under the same names, cast by
-    ``publish`` as in ``Publisher``. group: a torch.distributed group, best one for this alone; None: all ranks. src:
+    params: the weights: nn.Module, dict or (name, tensor) pairs. masters: FP32 masters of some or all weights, cast
+    by ``publish`` as in ``Publisher``. group: a torch.distributed group, best one for this alone; None: all ranks. src:
     this rank's number in the group. profile, on_nonfinite: see ``Publisher``; "fast" suits a network inside a cluster.
 
     Raises ValueError, TypeError (arguments). All other ranks' places are checked with the first version.

@@ -129,7 +129,7 @@ class Metrics:
         """Answer GET /metrics over HTTP from a daemon thread; port 0 takes a free one, see ``MetricsServer.port``.
 
         There is no encryption and no password: bind to an address that only the monitoring can reach. Raises OSError
-        where the address is taken or is not this machine's.
+        where the address is taken or is not this machine's, which names it.
         """
         from pulse_kernels.sync.metrics_server import MetricsServer  # http.server is for those who serve
 

@@ -16,7 +16,8 @@ from pulse_kernels.sync.metrics import CONTENT_TYPE
 class MetricsServer:
     """Serves what ``render`` returns until ``close()``, which is also what leaving a ``with`` block does.
 
-    host, port: the address that is listened at. Raises OSError where it is taken or not this machine's.
+    host, port: the address that is listened at. Raises OSError where it is taken or not this machine's, ValueError
+    where there is no such port.
     """
 
     def __init__(self, render: Callable[[], str], host: str, port: int) -> None:
@@ -24,7 +25,17 @@ class MetricsServer:
             pass
 
         Handler.render = staticmethod(render)
-        self._server = (_Server6 if ":" in host else _Server)((host, port), Handler)
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"port is {port}, expected 0 (a free one) to 65535")
+        try:
+            self._server = (_Server6 if ":" in host else _Server)((host, port), Handler)
+        except OSError as error:
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            raise OSError(
+                error.errno,
+                f"metrics cannot be served at {where}: {error.strerror or error}; choose another port, or 0 for a free "
+                "one, and an address of this machine",
+            ) from error
         self.host, self.port = str(self._server.server_address[0]), int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="pulse-metrics", daemon=True

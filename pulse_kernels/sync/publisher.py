@@ -92,9 +92,11 @@ class Publisher:
         optimizer.step(); report = publisher.publish()
 
     store: URL, folder, obstore object or ``Store``. params: the weights: nn.Module, dict or (name, tensor) pairs.
-    masters: FP32 masters under the same names; ``publish`` then casts them into the weights in the pass that finds the
-    changes, and keeps no copy of the weights. anchor_every: versions from one whole checkpoint to the next. profile:
-    "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see ``signer_from``.
+    masters: FP32 masters of some or all weights under the same names; ``publish`` casts them into these weights in the
+    pass that finds the changes, and keeps no copy of these. Weights without a master (buffers, frozen or FP32
+    parameters) are compared with a copy of the version sent last. anchor_every: versions from one whole checkpoint to
+    the next. profile: "balanced" or "fast" (see ``Patch.to_bytes``). signer: Ed25519 key that signs every version, see
+    ``signer_from``.
     on_nonfinite: "error" refuses weights that are infinite or NaN, "allow" sends them. asynchronous: ``publish``
     returns as soon as the weights may change; one upload runs behind it, and the next call waits for it. keep_anchors,
     keep_patches: retention, applied after every anchor, see ``prune``; None keeps all; where it fails, the report's
@@ -165,7 +167,8 @@ class Publisher:
         """Make the weights as they are (with masters: as the masters cast to them) the next version.
 
         version: its number, above all before; by default one more than the last. Returns once the version can be
-        fetched; asynchronous: once the weights may change, with ``committed`` False.
+        fetched; asynchronous: once the weights may change, with ``committed`` False and None for sizes that are not
+        known yet; ``wait()`` has the full report.
 
         With masters the weights are cast first, whatever becomes of sending them, so that training goes on with them.
 
@@ -276,7 +279,7 @@ class Publisher:
         """Find out which of the versions whose commit failed are there after all: an answer may have been lost."""
         while self._attempts:
             for version in sorted({attempt.version for attempt in self._attempts}, reverse=True):
-                found = self.chain.committed(version)
+                found = self.chain.committed(version, [each.data for each in self._attempts])
                 if found is None:
                     continue
                 ours = [each for each in self._attempts if (each.version, each.data) == (version, found)]
@@ -289,9 +292,15 @@ class Publisher:
 
     def _check_ahead(self) -> None:
         """Whoever committed a version above ours has taken over, under whatever number."""
-        newest = self.chain.newest(self.version)
-        if newest is not None and newest > (-1 if self._head is None else self._head.version):
+        head = self._head
+        if head is None:
+            newest, sound = self.chain.newest(), True
+        else:
+            newest, sound = self.chain.since(head.version, None if head.anchor else head.base_version)
+        if newest is not None and newest > (-1 if head is None else head.version):
             self._fence(newest)
+        if not sound:
+            self._since_anchor = self._anchor_every  # one is due
 
     def _fence(self, version: int) -> None:
         self._source.distrust("another publisher took over")
@@ -428,7 +437,7 @@ class Publisher:
         try:
             self.store.create(manifest_key(attempt.version), attempt.data)
         except AlreadyExists:
-            found = self.chain.committed(attempt.version)
+            found = self.chain.committed(attempt.version, [each.data for each in self._attempts])
             for earlier in self._attempts:
                 if earlier.version == attempt.version and earlier.data == found:
                     self._adopt(earlier, settle=earlier is attempt or earlier.change.patch is not None)
@@ -474,7 +483,8 @@ class Publisher:
     def _report(self, job: _Job, manifest: Manifest | None, num_changed: int, *, committed: bool) -> PublishReport:
         patch = job.change.patch
         anchor_bytes = 0 if manifest is None else sum(part.bytes for part in manifest.anchor)
-        payload = 0 if manifest is None else sum(part.bytes for part in manifest.patch) or anchor_bytes
+        payload = None if manifest is None else sum(part.bytes for part in manifest.patch) or anchor_bytes
+        ratio = self._source.dense_bytes / payload if payload else payload  # 0 of nothing, None of what is not known
         return PublishReport(
             version=job.version,
             kind="anchor" if job.whole is not None or patch is None else "patch",
@@ -486,7 +496,7 @@ class Publisher:
             payload_bytes=payload,
             anchor_bytes=anchor_bytes,
             dense_bytes=self._source.dense_bytes,
-            ratio=self._source.dense_bytes / payload if payload else 0.0,
+            ratio=ratio,
             folded=job.change.folded,
             committed=committed,
             note=job.note,

@@ -7,14 +7,15 @@ from typing import Any
 
 from pulse_kernels.errors import ChainError
 from pulse_kernels.sync.chain import Chain
+from pulse_kernels.sync.leftovers import dead_uploads, remove_empty_folders, remove_uploads
 from pulse_kernels.sync.manifest import Manifest, manifest_key, version_in
 from pulse_kernels.sync.store import Entry
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """kept, removed: versions. objects, nbytes: what was removed, manifests and orphans included. dry_run: or would
-    have been."""
+    """kept, removed: versions. objects, nbytes: what was removed, manifests, orphans and what dead uploads left
+    included. dry_run: or would have been."""
 
     kept: tuple[int, ...]
     removed: tuple[int, ...]
@@ -42,14 +43,19 @@ def prune(
     keep_patches, all versions after the oldest of them. With neither, all versions stay. Whatever those that stay are
     rebuilt from, stays. The newest version and all above it are not touched, nor is what a publisher uploads now.
 
-    An interruption leaves objects that no manifest names; the next call removes them. Readers of a version that goes
+    An interruption leaves objects that no manifest names; the next call removes them. In a local folder temporary files
+    that nobody has written to for an hour, left by publishers that were killed, go as well, and so do empty folders of
+    versions. Readers of a version that goes
     get a clear error or take another route. Raises ChainError, before anything is removed, where a manifest that says
     what is needed cannot be read.
     """
     check_retention(keep_anchors, keep_patches)
     versions = chain.versions()
+    dead = dead_uploads(chain.store)
     if not versions:
-        return PruneReport((), (), 0, 0, dry_run)
+        if not dry_run:
+            remove_uploads(chain.store, dead)
+        return PruneReport((), (), len(dead), sum(entry.size for entry in dead), dry_run)
     wanted = _wanted(chain, versions, keep_anchors, keep_patches)
     kept = _needed(chain, versions, wanted)
     removed = [version for version in versions if version not in kept]
@@ -62,6 +68,9 @@ def prune(
             chain.store.delete([manifest_key(version)])
             chain.forget(version)
         chain.store.delete([entry.key for entry in going if entry.key not in manifests])
+        remove_uploads(chain.store, dead)
+        remove_empty_folders(chain.store, versions[-1])
+    going += dead
     nbytes = sum(entry.size for entry in going)
     return PruneReport(tuple(sorted(kept)), tuple(removed), len(going), nbytes, dry_run)
 

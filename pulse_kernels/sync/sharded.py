@@ -97,6 +97,7 @@ class ShardedPublisher:
         self.aux_files = aux_files
         self._fenced = ""
         self._head: tuple[int, str] | None = None  # version and digest of what was committed last
+        self._base: int | None = None  # the version that its patch begins at; None of an anchor
         self._attempts: list[_Attempt] = []
         self._owed: list[tuple[str, bytes]] = []
         self._since_anchor = 0
@@ -213,24 +214,30 @@ class ShardedPublisher:
         def look() -> dict[str, Any]:
             head, adopt = self.version, None
             for version in {attempt.version: None for attempt in self._attempts}:
-                found = self.chain.committed(version)
+                found = self.chain.committed(version, [attempt.data for attempt in self._attempts])
                 if found is not None:
                     head, adopt = version, self._ours(version, found)
                     if adopt is None:
                         return {"fenced": self._taken(version)}
                     break
-            newest = self.chain.newest()
+            base = self._base if adopt is None else self._base_of(self._attempts[adopt])
+            newest, sound = (self.chain.newest(), True) if head is None else self.chain.since(head, base)
             if newest is not None and (head is None or newest > head):
                 return {"fenced": self._taken(newest)}
             self.store.put_owed(self._owed)
-            return {"adopt": adopt, "version": next_version(head, asked)}
+            return {"adopt": adopt, "version": next_version(head, asked), "sound": sound}
 
         said = self._ranks.first(look, "to begin a version")
         if "fenced" in said:
             self._stop(said["fenced"])
         if said["adopt"] is not None:
             self._adopt(said["adopt"], settle=False)
+        if not said["sound"]:
+            self._since_anchor = self._anchor_every  # one is due
         return said["version"], self._head is None or self._since_anchor + 1 >= self._anchor_every
+
+    def _base_of(self, attempt: _Attempt) -> int | None:
+        return None if attempt.whole else self.version
 
     def _ours(self, version: int, found: bytes) -> int | None:
         """Which attempt's manifest is there as that of ``version``; None where it is another publisher's."""
@@ -257,6 +264,7 @@ class ShardedPublisher:
         attempt = self._attempts[k]
         if settle or attempt.offer.change.patch is not None:
             self._source.commit(attempt.offer)
+        self._base = self._base_of(attempt)
         self._head = attempt.version, attempt.digest
         self._since_anchor = 0 if attempt.whole else self._since_anchor + 1
         self._owed += attempt.late
@@ -321,7 +329,8 @@ class ShardedPublisher:
             try:
                 self.store.create(manifest_key(attempt.version), attempt.data)
             except AlreadyExists:
-                k = self._ours(attempt.version, self.chain.committed(attempt.version) or b"")
+                found = self.chain.committed(attempt.version, [each.data for each in self._attempts])
+                k = self._ours(attempt.version, found or b"")
                 return {"fenced": self._taken(attempt.version)} if k is None else {"adopt": k}
             return {"adopt": len(self._attempts) - 1}
 

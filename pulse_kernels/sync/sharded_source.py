@@ -60,7 +60,10 @@ class ShardedSource:
         self._boxes = boxes_of(params, shards)
         # What the gate would send ahead to the host has other positions than the part.
         self._source = Source(
-            Local(params), None if masters is None else Local(masters), profile=None, on_nonfinite=on_nonfinite
+            Local(params),
+            None if masters is None else Local(masters, "masters"),
+            profile=None,
+            on_nonfinite=on_nonfinite,
         )
         self._profile = profile
         self._lanes: dict[str, Lanes] = {}  # of the version committed last

@@ -97,11 +97,12 @@ class Box:
 class Local(Mapping[str, Tensor]):
     """``params`` with the local part in place of each DTensor, looked up anew at every access."""
 
-    def __init__(self, params: Params) -> None:
-        self._params = params if hasattr(params, "state_dict") or isinstance(params, Mapping) else named_tensors(params)
+    def __init__(self, params: Params, what: str = "params") -> None:
+        given = hasattr(params, "state_dict") or isinstance(params, Mapping)
+        self._params, self._what = params if given else named_tensors(params, what), what
 
     def _now(self) -> dict[str, Tensor]:
-        return {name: _local(tensor) for name, tensor in named_tensors(self._params).items()}
+        return {name: _local(tensor) for name, tensor in named_tensors(self._params, self._what).items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._now()[name]

@@ -82,6 +82,12 @@ class Store:
         """The store's address, without credentials."""
         return self._name
 
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that the objects lie in, None where they lie elsewhere."""
+        found = getattr(self.backend, "folder", None)
+        return found if isinstance(found, Path) else None
+
     def __repr__(self) -> str:
         return f"Store({self._name})"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pulse_kernels.cli import main
+from pulse_kernels.cli.arguments import many
 from pulse_kernels.sync import Publisher
 
 
@@ -98,6 +99,24 @@ def test_prune(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 versions stay" in out
     assert sorted(path.name for path in (store / "manifests").iterdir()) == [f"{v:08d}.json" for v in (3, 4, 5, 6)]
     assert run(capsys, "fsck", store)[0] == 0
+
+
+def test_one_of_a_kind_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Publisher(tmp_path / "run", {"w": torch.zeros(4000).bfloat16()}) as publisher:
+        publisher.publish()
+    assert f"{tmp_path / 'run'}: 1 version, chain" in run(capsys, "log", tmp_path / "run")[1]
+    out = run(capsys, "fsck", tmp_path / "run")[1]
+    assert "sound; 1 version, 1 anchor and 0 patches verified" in out
+    out = run(capsys, "prune", tmp_path / "run")[1]
+    assert out.rstrip().endswith(": 0 versions, 0 objects, 0 B removed; 1 version stays")
+    next((tmp_path / "run" / "anchors").rglob("*.safetensors")).unlink()
+    assert "could not be rebuilt: version 0" in run(capsys, "fsck", tmp_path / "run")[1]
+
+
+@pytest.mark.parametrize("word", ["patch", "version"])
+def test_plurals(word: str) -> None:
+    assert many(1, word) == f"1 {word}"
+    assert many(0, word) == {"patch": "0 patches", "version": "0 versions"}[word]
 
 
 def test_keys_sign_and_are_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

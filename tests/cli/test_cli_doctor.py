@@ -16,6 +16,7 @@ import torch
 from pulse_kernels import backends
 from pulse_kernels.backends import native, triton
 from pulse_kernels.cli import main
+from pulse_kernels.demo.run import STEPS
 
 PACKAGE = Path(native.__file__).parents[1]
 BUILT = sorted(PACKAGE.glob("_cuda*.so"))
@@ -269,3 +270,9 @@ class TestWhoComputes:
         order, _, cuda = self.told(capsys)
         assert order == {"cpu": ["cpu", "reference"], "cuda": []}
         assert cuda == "nobody: PULSE_BACKEND=cuda cannot compute cuda tensors: not built"
+
+
+def test_the_demos_help_shows_how_many_steps_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    assert f"optimizer steps ({STEPS})" in " ".join(capsys.readouterr().out.split())

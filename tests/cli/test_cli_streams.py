@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -158,6 +160,50 @@ def test_signed_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "signed by" in err
     assert not (tmp_path / "copy").exists()
     assert run(capsys, "follow", tmp_path / "store", tmp_path / "copy", "--trust", other, "--trust", public)[0] == 0
+
+
+PYTHON = re.compile(r"signer|trust=|(?<!-)trust:|on_nonfinite|min_version|sign\(\)")
+
+
+def test_errors_name_the_commands_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    private, public = generate_key()
+    key, wrong, cut = tmp_path / "key.pem", tmp_path / "public.pem", tmp_path / "cut.pem"
+    key.write_bytes(private)
+    key.chmod(0o644)
+    wrong.write_bytes(b"-----BEGIN PUBLIC KEY-----\n")
+    cut.write_bytes(b"-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
+    training = Training()
+    live = training.save(tmp_path / "live")
+    plain, signed, copy = tmp_path / "plain", tmp_path / "signed", tmp_path / "copy"
+    assert run(capsys, "publish", live, plain)[0] == 0
+    code, _, err = run(capsys, "publish", live, signed, "--key", key)
+    assert code == 0
+    assert f"--key: everybody can read the private key file {str(key)!r}; chmod 600 it" in err
+    assert "UserWarning" not in err
+    training.state["norm.weight"][3] = float("nan")
+    bad = training.save(tmp_path / "bad")
+    for words, expected in [
+        (("publish", live, signed), "Give its key with --key, or use another"),
+        (("publish", live, plain, "--key", wrong), "--key: this PEM holds a public key"),
+        (("publish", live, plain, "--key", cut), "convert it: openssl pkey -in KEY -out key.pem"),
+        (("publish", live, plain, "--key", tmp_path / "none.pem"), "--key: the key file"),
+        (("publish", bad, plain), "or allow such values with --on-nonfinite allow"),
+        (("follow", plain, copy, "--trust", public), "Publish with --key, or leave --trust out to take unsigned"),
+        (("follow", plain, copy, "--trust", "xy"), "--trust: the key file given as text cannot be read"),
+        (("follow", plain, copy, "--trust", "00" * 32), "is a key under which anybody can sign"),
+        (("follow", plain, copy, "--min-version", "7"), "version 0 is older than --min-version, 7"),
+    ]:
+        code, lines, err = run(capsys, *words)
+        assert (code, expected in err, expected in lines[0]["error"]["message"]) == (3, True, True), err
+        assert not PYTHON.search(err), err
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, lines, err = run(capsys, "publish", tmp_path, tmp_path / "store", "--metrics-port", port)
+    assert (code, lines[0]["error"]["type"]) == (3, "PulseError")
+    assert f"--metrics-port {port}: metrics cannot be served at 127.0.0.1:{port}: Address already in use; choose" in err
 
 
 def test_a_command_runs_after_each_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

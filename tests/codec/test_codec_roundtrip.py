@@ -214,7 +214,7 @@ def test_gaps_around_an_escape(gap: int) -> None:
         for shift in (0, 8):
             indices = torch.tensor([gap, gap + 1, 2 * gap + 2], dtype=torch.int32)
             indices = indices[indices < numel]
-            top, low, escapes = (column[0] for column in back_end.encode_gaps_many([indices], [shift]))
+            top, low, escapes = (column[0] for column in back_end.encode_gaps_many([indices], [0], [shift]))
             assert top.numel() == indices.numel()
             assert low.numel() == (indices.numel() if shift else 0)
             found = back_end.decode_gaps(top, low, escapes, 0, numel, torch.int32)

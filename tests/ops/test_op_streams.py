@@ -14,8 +14,8 @@ from pulse_kernels.backends import reference
 BACK_ENDS = [back_end(), reference]
 
 
-def encode_gaps(code, indices, shift):
-    return [column[0] for column in code.encode_gaps_many([indices], [shift])]
+def encode_gaps(code, indices, shift, start=0):
+    return [column[0] for column in code.encode_gaps_many([indices], [start], [shift])]
 
 
 def encode_values(code, values, base):
@@ -31,7 +31,8 @@ class TestByHand:
     def test_gaps(self, code):
         # From 10 on: gaps 0, 1, 254, 255 and 1000. 255 announces LEB128: 255 -> 00, 1000 - 255 = 745 = 5 * 128 + 105.
         indices = torch.tensor([10, 12, 267, 523, 1524])
-        top, low, escapes = encode_gaps(code, indices - 10, 0)
+        top, low, escapes = encode_gaps(code, indices, 0, start=10)
+        assert all_same_bits((top, low, escapes), encode_gaps(code, indices - 10, 0))
         assert top.tolist() == [0, 1, 254, 255, 255]
         assert low.numel() == 0
         assert escapes.tolist() == [0x00, 0x80 | 105, 5]
@@ -145,9 +146,11 @@ def test_value_round_trips(n, seed, dtype):
 def test_many_segments_are_each(threads):
     indices = [random_positions(n, 100000, n, torch.int32) for n in (0, 1, 300, 40000)]
     shifts = [0, 8, 8, 0]
-    columns = back_end().encode_gaps_many(indices, shifts)
-    for index, shift, *streams in zip(indices, shifts, *columns, strict=True):
-        assert all_same_bits(streams, encode_gaps(reference, index, shift))
+    starts = [0, 0, int(indices[2][0]), int(indices[3][0]) // 2]
+    columns = back_end().encode_gaps_many(indices, starts, shifts)
+    for index, start, shift, *streams in zip(indices, starts, shifts, *columns, strict=True):
+        assert all_same_bits(streams, encode_gaps(reference, index, shift, start))
+        assert all_same_bits(streams, encode_gaps(reference, index - start, shift))
     values = [random_bits(index.numel(), dtype, 1) for index, dtype in zip(indices, DIFF_DTYPES[2:6], strict=True)]
     bases = [random_bits(tensor.numel(), tensor.dtype, 2) for tensor in values]
     for against in (None, bases):

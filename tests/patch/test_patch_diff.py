@@ -135,7 +135,7 @@ def test_a_known_base_digest_is_not_taken_again() -> None:
 
 
 def test_bad_states() -> None:
-    with pytest.raises(TypeError, match="pairs"):
+    with pytest.raises(TypeError, match="expected a tensor"):
         pk.Patch.diff({"w": [1.0]}, {})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="pairs"):
         pk.Patch.diff([torch.ones(1)], {})  # type: ignore[list-item]

@@ -12,9 +12,10 @@ from faults import Fault, FaultyBackend, Outage
 from obstore.store import MemoryStore
 from sync_models import Trainer, assert_same_bits, blank
 
-from pulse_kernels import StoreError
-from pulse_kernels.sync import Publisher, Store, Subscriber
+from pulse_kernels import ConflictError, StoreError
+from pulse_kernels.sync import Publisher, Store, Subscriber, open_store
 from pulse_kernels.sync.backend import ObstoreBackend
+from pulse_kernels.sync.fsck import fsck
 from pulse_kernels.sync.retries import Retries
 
 
@@ -60,6 +61,9 @@ def test_one_upload_runs_and_the_next_call_waits_for_it(setting: Setting) -> Non
     trainer.step()
     report = publisher.publish()
     assert (report.version, report.committed) == (1, False)
+    # not known yet, which must not look like figures
+    assert (report.payload_bytes, report.ratio) == (None, None)
+    assert report.to_dict()["payload_bytes"] is report.to_dict()["ratio"] is None
     assert gate.reached.acquire(timeout=30)
     assert publisher.version == 0
     trainer.step()
@@ -98,8 +102,82 @@ def test_what_was_published_is_what_the_weights_were(setting: Setting) -> None:
         report = publisher.wait()
         assert report is not None
         assert (report.version, report.committed) == (version, True)
+        sent = publisher.chain.manifest(version).patch
+        assert report.payload_bytes == sum(part.bytes for part in sent) > 0
+        assert report.ratio == report.dense_bytes / report.payload_bytes
         subscriber.poll()
         assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("told_by", ["publish", "wait", "close"])
+@pytest.mark.parametrize("anchor_every", [1, 100], ids=["anchor", "patch"])
+def test_an_upload_that_meets_a_rivals_commit(setting: Setting, anchor_every: int, told_by: str) -> None:
+    gate, trainer, publisher = setting
+    held = trainer.saved_weights()
+    other = Trainer(masters=True, seed=9)
+    other.restore(held)
+    rival = Publisher(gate.memory, other.weights, masters=other.masters, anchor_every=anchor_every)
+    gate.open.clear()
+    trainer.step()
+    report = publisher.publish()
+    assert (report.version, report.committed) == (1, False)
+    assert gate.reached.acquire(timeout=30)  # the upload runs, and knew of nobody when it began
+    other.step()
+    assert rival.publish().version == 1
+    gate.open.set()
+    trainer.step()
+    expected = trainer.rounded()
+    with pytest.raises(ConflictError, match="version 1 was committed by another publisher"):
+        getattr(publisher, told_by)()
+    if told_by == "publish" and trainer.masters is not None:
+        assert_same_bits(trainer.weights, expected)  # cast all the same
+    for _ in range(2):
+        assert publisher.wait() is None  # told once
+        with pytest.raises(ConflictError, match="another publisher"):
+            publisher.publish()
+    assert_same_bits(trainer.weights, expected)
+    assert publisher.version == 0
+    assert fsck(open_store(gate.memory)).problems == []  # the loser's parts are gone
+    followers = [Subscriber(gate.memory, blank(held)), Subscriber(gate.memory, held)]
+    for version in (1, 2):
+        for follower in followers:
+            follower.poll()
+            assert follower.version == version
+            assert_same_bits(follower.params, other.weights)  # type: ignore[arg-type]
+        other.step()
+        rival.publish()
+
+
+def test_an_upload_under_a_rivals_higher_number(setting: Setting) -> None:
+    """Version 1 comes to exist below the rival's 2: it was not in the way, but its publisher has to stop."""
+    gate, trainer, publisher = setting
+    other = Trainer(masters=True, seed=9)
+    other.restore(trainer.saved_weights())
+    rival = Publisher(gate.memory, other.weights, masters=other.masters, anchor_every=100)
+    gate.open.clear()
+    trainer.step()
+    publisher.publish()
+    sent = trainer.saved_weights()
+    assert gate.reached.acquire(timeout=30)
+    other.step()
+    assert rival.publish(2).version == 2
+    gate.open.set()
+    report = publisher.wait()
+    assert report is not None
+    assert (report.version, report.committed) == (1, True)
+    trainer.step()
+    with pytest.raises(ConflictError, match="version 2 was committed by another publisher"):
+        publisher.publish()
+    assert publisher.wait() is None
+    weights = blank(sent)
+    subscriber = Subscriber(gate.memory, weights)
+    subscriber.stage(1)
+    subscriber.apply()
+    assert_same_bits(weights, sent)
+    subscriber.poll()
+    assert subscriber.version == 2
+    assert_same_bits(weights, other.weights)
+    assert fsck(open_store(gate.memory)).problems == []
 
 
 @pytest.mark.parametrize("told_by", ["publish", "wait", "close"])

@@ -114,6 +114,34 @@ def test_every_call_of_the_publisher(fault: str, masters: bool) -> None:
     assert failed >= total - 12  # some calls may fail and nobody minds: tidying up
 
 
+@pytest.mark.parametrize("fault", READ_FAULTS)
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_lost_commit_that_is_read_back_damaged(fault: str, attempts: int) -> None:
+    """It is no other publisher's. attempts: whether the same call learns that it is there already, or the next one."""
+    world = World(masters=True)
+    faults = {"create": Fault(after=Outage("reset")), "get": READ_FAULTS[fault]()}
+
+    def plan(number: int, name: str, key: str) -> Fault | None:
+        due = key == "manifests/00000001.json" and (name == "create" or "create" not in faults)
+        return faults.pop(name, None) if due else None
+
+    backend = FaultyBackend(ObstoreBackend(world.memory), plan)
+    store = Store(backend, "memory://", retries=Retries(attempts=attempts, first_wait_s=0.0))
+    publisher = world.publisher(store)
+    publisher.publish()
+    world.trainer.step()
+    if attempts == 1:
+        with pytest.raises(StoreError, match="reset"):
+            publisher.publish()
+        world.trainer.step()
+    assert publisher.publish().version == {1: 2, 2: 1}[attempts]
+    assert not faults
+    newest = Subscriber(world.memory, blank(world.trainer.weights))
+    newest.poll()
+    assert newest.version == publisher.version
+    assert_same_bits(newest.params, world.trainer.weights)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("fault", [*FAULTS, *READ_FAULTS])
 @pytest.mark.parametrize("start", ["blank", "version 1", "version 4"])
 def test_every_call_of_a_subscriber(fault: str, start: str) -> None:

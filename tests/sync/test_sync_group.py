@@ -108,6 +108,37 @@ def test_every_rank_has_the_trainers_bits_at_every_version(ranks: Ranks, masters
     ranks.run(follow, masters, verify)
 
 
+def some_masters(rank: int) -> list[dict[str, Any]]:
+    """Weights of which one has no master: it is compared with a copy."""
+    trainer = trainer_of(True)
+    assert trainer.masters is not None
+    masters = dict(trainer.masters)
+    name = min(masters)
+    del masters[name]
+    states = []
+    publisher = GroupPublisher(trainer.weights, masters=masters) if rank == 0 else None
+    weights = blank(trainer.weights)
+    subscriber = None if rank == 0 else GroupSubscriber(weights)
+    for version in range(4):
+        if version:
+            trainer.step()
+            trainer.weights[name].copy_(trainer.masters[name])
+        if publisher is not None:
+            assert publisher.publish().kind == ("patch" if version else "anchor")
+        else:
+            assert subscriber is not None
+            subscriber.receive()
+        states.append({key: tensor.clone() for key, tensor in (trainer.weights if rank == 0 else weights).items()})
+    return states
+
+
+def test_a_trainer_with_masters_of_some_weights(ranks: Ranks) -> None:
+    sent, *received = ranks.run(some_masters)
+    for states in received:
+        for expected, found in zip(sent, states, strict=True):
+            assert_same_bits(found, expected)
+
+
 def start_alike(rank: int) -> list[str]:
     trainer = trainer_of(False)
     counter = Counter()

@@ -333,8 +333,10 @@ def test_close_frees_the_port() -> None:
     metrics = Metrics()
     server = metrics.serve()
     port = server.port
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=rf"at 127\.0\.0\.1:{port}: .*in use; choose another port, or 0 for"):
         metrics.serve(port=port)
+    with pytest.raises(ValueError, match="port is 65536, expected 0"):
+        metrics.serve(port=1 << 16)
     idle = socket.create_connection(("127.0.0.1", port))  # says nothing, and must not hold up the end
     try:
         assert ask(port, "/metrics")[0] == 200

@@ -38,7 +38,7 @@ class Model:
     Rows are cut unevenly, so that of three ranks the last has none.
     """
 
-    def __init__(self, rank: int, world: int, *, masters: bool) -> None:
+    def __init__(self, rank: int, world: int, *, masters: bool | str) -> None:
         self.generator = torch.Generator().manual_seed(11)
         shapes = {ROWS: (5, 24), COLUMNS: (32, 12, 4), BLOCKS: (6, 4, 5), COPIES: (40,)}
         shapes |= {f"{STAGES}.{k}": (24 + k, 9) for k in range(world)}
@@ -60,7 +60,8 @@ class Model:
         self.places[f"{STAGES}.{rank}"] = (slice(None),)
         self.local = {name: self.state[name][place].clone() for name, place in self.places.items()}
         self.weights = {name: tensor.bfloat16() for name, tensor in self.local.items()}
-        self.masters = self.local if masters else None
+        some = {name: self.local[name] for name in self.local if name not in (COPIES, f"{STAGES}.1")}
+        self.masters = (some if masters == "some" else self.local) if masters else None
 
     def _place(self, name: str, *place: slice) -> None:
         shape = tuple(self.state[name].shape)
@@ -73,7 +74,7 @@ class Model:
             tensor.view(-1)[int(torch.randint(9, (), generator=self.generator))].neg_()
         for name, place in self.places.items():
             self.local[name].copy_(self.state[name][place])
-            if self.masters is None:
+            if self.masters is None or name not in self.masters:
                 self.weights[name].copy_(self.local[name])
 
     def publisher(self, store: Path | Store, **options: Any) -> ShardedPublisher:
@@ -91,7 +92,7 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def train(rank: int, world: int, folder: Path, masters: bool) -> list[dict[str, Any]]:
+def train(rank: int, world: int, folder: Path, masters: bool | str) -> list[dict[str, Any]]:
     model = Model(rank, world, masters=masters)
     if rank == 0:
         (folder / "aux").mkdir()
@@ -109,8 +110,8 @@ def train(rank: int, world: int, folder: Path, masters: bool) -> list[dict[str, 
     return reports
 
 
-@pytest.mark.parametrize(("world", "masters"), [(2, True), (3, False), (3, True)])
-def test_followers_have_the_whole_models_bits(ranks: Ranks, tmp_path: Path, world: int, masters: bool) -> None:
+@pytest.mark.parametrize(("world", "masters"), [(2, True), (3, False), (3, True), (2, "some")])
+def test_followers_have_the_whole_models_bits(ranks: Ranks, tmp_path: Path, world: int, masters: bool | str) -> None:
     reports = ranks.run(train, world, tmp_path, masters, world=world)
     model = Model(0, world, masters=masters)
     weights = blank(model.whole())
@@ -314,6 +315,44 @@ def test_what_one_rank_refuses_all_refuse(ranks: Ranks, tmp_path: Path) -> None:
     for each in (first, second):
         for key in ("fenced", "fenced again"):
             assert each[key][0] == ConflictError.__name__
+
+
+def passing_over(rank: int, folder: Path) -> list[str]:
+    model = Model(rank, 2, masters=True)
+    publisher = model.publisher(folder, anchor_every=100)
+    kinds = [publisher.publish().kind]
+    model.step()
+    kinds.append(publisher.publish().kind)
+    create = publisher.store.create
+
+    def after_a_rival(key: str, data: bytes) -> None:
+        rival = Publisher(folder, {name: tensor + 1 for name, tensor in model.whole().items()}, keep_anchors=1)
+        assert rival.publish(2).kind == "anchor"
+        create(key, data)
+
+    model.step()
+    publisher.store.create = after_a_rival  # type: ignore[method-assign]
+    kinds.append(publisher.publish(3).kind)
+    publisher.store.create = create  # type: ignore[method-assign]
+    for _ in range(2):
+        model.step()
+        kinds.append(publisher.publish().kind)
+    return kinds
+
+
+def test_after_a_lower_number_of_a_rival_comes_an_anchor(ranks: Ranks, tmp_path: Path) -> None:
+    """It may have removed what the patch of the higher one begins at."""
+    kinds = ranks.run(passing_over, tmp_path, world=2)
+    assert kinds == [["anchor", "patch", "patch", "anchor", "patch"]] * 2
+    chain = Chain(open_store(tmp_path))
+    assert chain.versions() == [2, 3, 4, 5]
+    assert (chain.manifest(3).base_version, chain.manifest(4).base_version) == (1, 3)
+    model = Model(0, 2, masters=True)
+    for _ in range(4):
+        model.step()
+    weights = blank(model.whole())
+    Subscriber(tmp_path, weights).poll()
+    assert_same_bits(weights, model.whole())
 
 
 def killed(rank: int, folder: Path) -> tuple[str, str]:

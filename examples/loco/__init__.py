@@ -1,0 +1,1 @@
+"""PULSELoCo, DiLoCo and averaging at every step, side by side on the demo's task: ``make loco``."""
