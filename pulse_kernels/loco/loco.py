@@ -243,7 +243,8 @@ class PulseLoCo:
         Either every rank's residual, global weights and local weights go on, or nothing changes on any, and what was to
         be sent goes with the next round.
 
-        Raises NonFiniteError (this rank's update is infinite or NaN), GroupError (another rank failed, or is out of
+        Raises NonFiniteError (this rank's update is infinite or NaN), PulseError (a commit was interrupted; a parameter
+        has other memory), GroupError (another rank failed, or is out of
         step, or is gone; names the rank and the reason). After a rank has gone, or a time-out, the process group is of
         no use any more: make a new one and call ``regroup``.
         """
@@ -282,7 +283,9 @@ class PulseLoCo:
 
         Ranks that are new in it (that call the constructor, or ``joining``) get the global weights and the outer
         optimizer's state of those who were there, and begin with a zero residual. A rank that had not heard that the
-        last round was committed makes up for it. Raises GroupError where the ranks' models or settings differ.
+        last round was committed makes up for it, one whose commit was interrupted starts as a new one. All then have
+        the same steps and due fragments. Raises GroupError where the ranks' models or settings differ, where one fails,
+        and where none has a sound state.
         """
         self.process_group = process_group
         self._met = lambda: None
@@ -296,7 +299,7 @@ class PulseLoCo:
 
         leaving, to: ranks of the group, the same on all. Returns by leaving rank the sum of magnitudes of what it had
         not sent (``residual + (theta - local)``), which is what was handed over, or with ``to`` None what is lost with
-        it. The leaving ranks' residuals are zero then. Raises ValueError (ranks), GroupError.
+        it. The leaving ranks' residuals are zero then. Raises ValueError (ranks), NonFiniteError, GroupError.
         """
         return membership.hand_over(self, list(leaving), to)
 
@@ -304,6 +307,7 @@ class PulseLoCo:
         """This rank's state, the tensors themselves: global weights, outer optimizer, residual, counters.
 
         The local weights are the model's and the inner optimizer's own state_dicts. ``save`` writes all ranks' states.
+        PulseError where a commit was interrupted.
         """
         from pulse_kernels.loco import checkpoint
 
@@ -318,7 +322,10 @@ class PulseLoCo:
         checkpoint.load_state_dict(self, state)
 
     def save(self, folder: Any) -> None:
-        """Write the state of all ranks with torch.distributed.checkpoint; collective. docs/pulseloco.md: layout."""
+        """Write the state of all ranks with torch.distributed.checkpoint; collective. docs/pulseloco.md: layout.
+
+        Raises CheckpointError (writing failed), PulseError (a commit was interrupted), GroupError (on another rank).
+        """
         from pulse_kernels.loco import checkpoint
 
         checkpoint.save(self, folder)
@@ -329,7 +336,8 @@ class PulseLoCo:
 
         residuals: for another number of ranks. "sum": rank r gets the sum of the residuals of the old ranks r, r + K,
         r + 2K, ..., K being the ranks now, so that nothing is lost. "drop": all begin at zero, with a warning. Raises
-        CheckpointError, ValueError where the folder holds another model; all is then as it was.
+        CheckpointError, ValueError where the folder is damaged or of another model, GroupError where another rank
+        raises; all is then as it was.
         """
         from pulse_kernels.loco import checkpoint
 
