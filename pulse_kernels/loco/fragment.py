@@ -43,7 +43,14 @@ class Fragment:
     ) -> Fragment:
         residual = None if view is None else {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
         buckets = cut({name: tensor.numel() for name, tensor in theta.items()}, bucket_numel)
-        return cls(work, theta, residual, outer_optimizer(list(theta.values())), buckets, view)
+        outer = outer_optimizer(list(theta.values()))
+        held = {id(tensor) for group in outer.param_groups for tensor in group["params"]}
+        if left := [name for name, tensor in theta.items() if id(tensor) not in held]:
+            raise ValueError(
+                f"the outer optimizer does not hold {left[0]!r:.200}, whose updates would be lost: make it of all the "
+                "tensors that outer_optimizer is given, themselves"
+            )
+        return cls(work, theta, residual, outer, buckets, view)
 
     @property
     def numel(self) -> int:

@@ -142,6 +142,12 @@ def test_ranks_are_told_of_a_parameter_that_has_other_memory(ranks: Ranks) -> No
         assert told[1] == ""
 
 
+@pytest.mark.parametrize("wrong", [lambda t: t[:1], lambda t: [each.clone() for each in t]])
+def test_an_outer_optimizer_of_other_tensors(wrong: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    with pytest.raises(ValueError, match=r"the outer optimizer does not hold '[av]'"):
+        PulseLoCo({"a": torch.ones(2), "v": torch.ones(3)}, outer_optimizer=lambda t: torch.optim.SGD(wrong(t)))
+
+
 # ---- one rank fails where the others wait ---------------------------------------------------------------------------
 
 
