@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pulse_kernels.errors import CheckpointError, GroupError
-from pulse_kernels.loco.membership import empty_of, from_facts, optimizer_facts, tensor_facts, told
+from pulse_kernels.loco.optimizers import empty_of, from_facts, optimizer_facts, tensor_facts
 from pulse_kernels.ranks.together import Together
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def _facts(loco: PulseLoCo) -> dict[str, Any]:
         "gated": loco.fragments[0].residual is not None,
         "fragments": [list(fragment.theta) for fragment in loco.fragments],
         "rounds": [fragment.rounds for fragment in loco.fragments],
+        "history": [list(fragment.history) for fragment in loco.fragments],
         "steps": loco.steps,
         "due": sorted(loco.due),
         "density": loco.density,
@@ -67,6 +68,7 @@ def _check_fits(loco: PulseLoCo, state: Mapping[str, Any]) -> None:
     for key, sound in (
         ("world", _counts([state["world"]]) and 0 < state["world"] < 1 << 20),
         ("rounds", _counts(state["rounds"]) and len(state["rounds"]) == count),
+        ("history", _is_history(state["history"], count)),
         ("steps", _counts([state["steps"]])),
         ("due", _counts(state["due"]) and all(k < count for k in state["due"])),
         ("density", type(state["density"]) in (int, float) and 0 <= state["density"] <= 1),
@@ -74,6 +76,14 @@ def _check_fits(loco: PulseLoCo, state: Mapping[str, Any]) -> None:
     ):
         if not sound:
             raise ValueError(f"the state is damaged: its {key} is {state[key]!r:.80}")
+
+
+def _is_history(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(own, list) and all(isinstance(each, str) for each in own) for own in values)
+    )
 
 
 def _counts(values: Any) -> bool:
@@ -120,8 +130,8 @@ def _take(loco: PulseLoCo, state: Mapping[str, Any]) -> None:
         tensor.copy_(state["theta"][name])
     for name, tensor in loco.residual.items():
         tensor.copy_(state["residual"][name])
-    for fragment, rounds in zip(loco.fragments, state["rounds"], strict=True):
-        fragment.rounds, fragment.sent = rounds, []
+    for fragment, rounds, history in zip(loco.fragments, state["rounds"], state["history"], strict=True):
+        fragment.rounds, fragment.history, fragment.sent = rounds, list(history), []
     loco.steps, loco.due, loco.density = state["steps"], set(state["due"]), float(state["density"])
     loco._broken = ""
 
@@ -206,7 +216,7 @@ def load(loco: PulseLoCo, folder: str | os.PathLike[str], residuals: str) -> Non
 
 
 def _all(loco: PulseLoCo, act: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
-    return [act()] if loco.alone else told(Together(loco.process_group), act, what)
+    return [act()] if loco.alone else Together(loco.process_group).each(act, what)
 
 
 def _raising(act: Callable[[], Any], folder: Any, what: str) -> None:

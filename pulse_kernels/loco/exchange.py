@@ -13,6 +13,7 @@ whichever way the bytes went:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Sequence
@@ -95,6 +96,12 @@ class Exchange:
         self.traffic = Traffic()
         self.counts = 0  # entries of all ranks
         self.failure: BaseException | None = None
+        self._seen = hashlib.blake2b(digest_size=16)
+
+    @property
+    def identity(self) -> str:
+        """A hash of the labels of all ranks: this round's and, whatever its number, no other's."""
+        return self._seen.hexdigest()
 
     # ---- the round ------------------------------------------------------------------------------------------------
 
@@ -209,6 +216,7 @@ class Exchange:
         n = len(bounds) - 1
         body = b"".join(label.to_bytes() for label in labels) if labels else bytes(n * LABEL_BYTES)
         rows = self._header(step, bucket, body)
+        self._seen.update(b"".join(rows))
         return [
             [_label(row[LABEL_BYTES * k : LABEL_BYTES * (k + 1)], bounds[k + 1] - bounds[k], rank) for k in range(n)]
             for rank, row in enumerate(rows)

@@ -14,6 +14,7 @@ from pulse_kernels.loco.exchange import check_finite
 from pulse_kernels.loco.tensors import Bucket, Piece, by_pieces, cut, joined
 from pulse_kernels.loco.wire import Entries
 
+KEPT_ROUNDS = 64  # how far behind a rank may be and still know what became of what it sent
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
@@ -30,7 +31,9 @@ class Fragment:
     buckets: list[Bucket]
     view: torch.dtype | None
     rounds: int = 0
-    sent: list[Entries] = field(default_factory=list)  # in a round that others may have committed
+    history: list[str] = field(default_factory=list)  # what identifies the last rounds committed
+    sent: list[Entries] = field(default_factory=list)  # in a round that others may have committed,
+    doubt: str = ""  # and what identifies that one
 
     @classmethod
     def of(
@@ -81,7 +84,7 @@ class Fragment:
                     bucket.of(self.theta), bucket.of(self.work), bucket.of(self.residual), indices, check=False
                 )
 
-    def step(self, means: Sequence[Entries]) -> None:
+    def step(self, means: Sequence[Entries], identity: str) -> None:
         """The outer step; the local weights' memory holds theta's gradient, the mean, and then theta."""
         for bucket, mean in zip(self.buckets, means, strict=True):
             _fill(bucket, self.work, mean)
@@ -94,6 +97,7 @@ class Fragment:
                 tensor.grad = None
         self.reset()
         self.rounds += 1
+        self.history = [*self.history, identity][-KEPT_ROUNDS:]
 
     def reset(self) -> None:
         """Local weights as the global ones."""

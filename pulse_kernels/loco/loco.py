@@ -413,7 +413,7 @@ class PulseLoCo:
             means = exchange.means(sums)
             # From here on the others may have all they need to commit, even if this rank is interrupted.
             for part, own in zip(parts, sent, strict=True):
-                part.sent = own
+                part.sent, part.doubt = own, exchange.identity
             exchange.agree()
             committed = self._commit_hook is None or all(exchange.vote(_ballot(self._commit_hook)))
             phases.end("agree")
@@ -482,19 +482,20 @@ class PulseLoCo:
             part.sent = []  # no longer in doubt
         self.density = found.counts / max(1, sum(part.numel for part in parts) * self.world)
         means = iter(found.means)
+        identity = "" if found.exchange is None else found.exchange.identity
         for part, sent in zip(parts, found.sent, strict=True):
             part.keep_residual(sent)
-            part.step([next(means) for _ in part.buckets])
+            part.step([next(means) for _ in part.buckets], identity)
         self._to_local(parts)
         self.due -= set(chosen)
         self._broken = ""
 
     def _to_local(self, parts: Sequence[Fragment]) -> None:
-        """Local weights and their casts as theta."""
+        """Local weights and their casts as ``work``, which the commit leaves as theta."""
         for part in parts:
-            for name, tensor in part.theta.items():
-                if self.local[name] is not part.work[name]:
-                    self.local[name].copy_(tensor)
+            for name, work in part.work.items():
+                if self.local[name] is not work:
+                    self.local[name].copy_(work)
                 if name in self._casts:
                     self._casts[name].detach().copy_(self.local[name])
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pulse_kernels.errors import GroupError
 from pulse_kernels.loco.exchange import check_finite
 from pulse_kernels.loco.fragment import Fragment
-from pulse_kernels.loco.tensors import by_pieces
+from pulse_kernels.loco.optimizers import empty_of, from_facts, optimizer_facts, tensor_facts
+from pulse_kernels.loco.tensors import Bucket
+from pulse_kernels.loco.wire import Entries
 from pulse_kernels.ranks.collectives import Group, broadcast_tensor, group_device
 from pulse_kernels.ranks.together import Together
 from pulse_kernels.state import StateDigest
@@ -31,7 +32,7 @@ def meet(loco: PulseLoCo, joining: bool) -> None:
     """All ranks of the group come to the state of the one that is furthest, the lowest of those."""
     joining = joining or bool(loco._broken)
     together = Together(loco.process_group)
-    rows = told(together, lambda: _row(loco, joining), "meeting")
+    rows = together.each(lambda: _row(loco, joining), "meeting")
     _check_same(rows)
     leader = _leader(rows)
     stale = [
@@ -42,7 +43,7 @@ def meet(loco: PulseLoCo, joining: bool) -> None:
         for rank, each in enumerate(rows)
     ]
     if any(map(any, stale)):
-        _send_states(loco, together, leader, rows[leader]["rounds"], stale, joining)
+        _send_states(loco, together, leader, rows[leader], stale, joining)
     for fragment in loco.fragments:
         fragment.sent = []
     # Ranks whose steps or due fragments differ would go into different rounds.
@@ -59,22 +60,12 @@ def _row(loco: PulseLoCo, joining: bool) -> dict[str, Any]:
         "tensors": loco._tensors,
         "settings": loco._settings,
         "rounds": [fragment.rounds for fragment in loco.fragments],
+        "history": [fragment.history for fragment in loco.fragments],
         "digests": [StateDigest.of(fragment.theta).hexdigest() for fragment in loco.fragments],
         "steps": loco.steps,
         "due": sorted(loco.due),
         "density": loco.density,
     }
-
-
-def told(together: Together, act: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
-    """What ``act`` returns on every rank; what it raises on one, all are told."""
-    row: dict[str, Any] = {}
-    failure: Exception | None = None
-    try:
-        row = act()
-    except Exception as error:
-        failure = error
-    return together.gather(row, failure, what)
 
 
 def _leader(rows: Sequence[dict[str, Any]]) -> int:
@@ -105,7 +96,7 @@ def _check_same(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _send_states(
-    loco: PulseLoCo, together: Together, leader: int, rounds: Sequence[int], stale: list[list[bool]], joining: bool
+    loco: PulseLoCo, together: Together, leader: int, row: dict[str, Any], stale: list[list[bool]], joining: bool
 ) -> None:
     """theta and the outer optimizers' states of the leader, to those whose are stale. All is made ready, and what fails
     is told, before anything is sent."""
@@ -121,17 +112,17 @@ def _send_states(
             return {"outer": {str(k): facts for k, (facts, _) in found.items()}}
         if not joining:
             for k in mine:
-                pending.update(_pending(loco, loco.fragments[k], rounds[k]))
+                pending.update(_pending(loco, loco.fragments[k], row["history"][k]))
         return {}
 
-    facts = told(together, ready, "making ready to meet")[leader].get("outer", {})
+    facts = together.each(ready, "making ready to meet")[leader].get("outer", {})
 
     def memory() -> dict[str, Any]:
         if loco.rank != leader:
             tensors.update({k: [empty_of(fact, "cpu") for fact in tensor_facts(facts[str(k)])] for k in sent})
         return {}
 
-    told(together, memory, "making room for the outer optimizer's state")
+    together.each(memory, "making room for the outer optimizer's state")
     if mine:
         loco._broken = _HALF
     for k in sent:
@@ -142,35 +133,39 @@ def _send_states(
         for k in mine:
             fragment = loco.fragments[k]
             fragment.outer.load_state_dict(from_facts(facts[str(k)], tensors[k]))
-            fragment.rounds = rounds[k]
+            fragment.rounds, fragment.history = row["rounds"][k], row["history"][k]
             for name, residual in (fragment.residual or {}).items():
                 residual.zero_()
                 if name in pending:
                     residual.copy_(pending[name])
             fragment.reset()
+            if fragment.residual is None:
+                for name in fragment.theta.keys() & pending.keys():
+                    fragment.work[name] -= pending[name]
             loco._to_local([fragment])
         return {}
 
-    told(together, take, "taking over the state")
+    together.each(take, "taking over the state")
 
 
-def _pending(loco: PulseLoCo, fragment: Fragment, rounds: int) -> dict[str, Tensor]:
-    """What a rank that was left behind at ``rounds`` has not sent; nothing with gate=None, where it cannot be kept."""
-    if fragment.residual is None:
-        return {}
+def _pending(loco: PulseLoCo, fragment: Fragment, history: Sequence[str]) -> dict[str, Tensor]:
+    """What a rank that was left behind has not sent. history: what identifies the last rounds of the others."""
     loco._bring_local([fragment])
     pending = {name: fragment.pending(name) for name in fragment.theta}
-    if rounds > fragment.rounds:
-        _without_sent(fragment, pending)
+    if fragment.sent and fragment.doubt in history:  # the others have committed it
+        for bucket, sent in zip(fragment.buckets, fragment.sent, strict=True):
+            for part, values in zip(bucket.of(pending), _dense(bucket, sent), strict=True):
+                part -= values
     return pending
 
 
-def _without_sent(fragment: Fragment, pending: dict[str, Tensor]) -> None:
-    """The others committed the round that this rank was in doubt about: what it had sent is not pending any more."""
-    for bucket, sent in zip(fragment.buckets, fragment.sent, strict=False):
-        assert sent.indices is not None
-        for piece, indices, values in by_pieces(bucket, sent.indices, sent.values):
-            piece.of(pending)[indices.long()] -= values
+def _dense(bucket: Bucket, sent: Entries) -> list[Tensor]:
+    """The entries of each piece of a bucket, 0 where there are none."""
+    values = sent.values
+    if sent.indices is not None:
+        values = torch.zeros(bucket.numel, dtype=torch.float32, device=values.device)
+        values[sent.indices.long()] = sent.values
+    return list(values.split([piece.stop - piece.start for piece in bucket.pieces]))
 
 
 def hand_over(loco: PulseLoCo, leaving: Sequence[int], to: int | None) -> dict[int, float]:
@@ -195,7 +190,7 @@ def hand_over(loco: PulseLoCo, leaving: Sequence[int], to: int | None) -> dict[i
         ready()
     else:
         together = Together(loco.process_group)
-        rows = told(together, ready, "handing over")
+        rows = together.each(ready, "handing over")
         if any(row != rows[0] for row in rows):
             raise GroupError("the ranks name different ranks to leave or to hand over to; call hand_over alike on all")
     mass = 0.0
@@ -234,62 +229,6 @@ def _hand_over(
                 fragment.work[name] -= received.to(theta.device)
                 if loco._offload:
                     loco.local[name].copy_(fragment.work[name])
-
-
-# ---- optimizers over a group ----------------------------------------------------------------------------------------
-
-
-def optimizer_facts(optimizer: Optimizer) -> tuple[dict[str, Any], list[Tensor]]:
-    """Its state as JSON-able data, and the tensors in it; ``from_facts`` puts them together again."""
-    state = optimizer.state_dict()
-    tensors: list[Tensor] = []
-
-    def fact(value: Any, what: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.detach().contiguous())
-            return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, list | tuple) and all(isinstance(each, bool | int | float | str) for each in value):
-            return list(value)
-        raise TypeError(
-            f"the outer optimizer's {what} is a {type(value).__name__}; only tensors, numbers, strings and lists of "
-            "these can be sent or saved"
-        )
-
-    facts = {
-        "state": {
-            str(k): {key: fact(value, key) for key, value in own.items()} for k, own in sorted(state["state"].items())
-        },
-        "param_groups": [{key: fact(value, key) for key, value in group.items()} for group in state["param_groups"]],
-    }
-    return facts, tensors
-
-
-def tensor_facts(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The places of tensors in ``optimizer_facts``, in order; whoever has the tensors puts them there."""
-    rows = [*facts["state"].values(), *facts["param_groups"]]
-    return [value for row in rows for value in row.values() if isinstance(value, dict)]
-
-
-def from_facts(facts: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The optimizer's ``state_dict``."""
-    left = iter(tensors)
-
-    def row(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: next(left) if isinstance(value, dict) else value for key, value in values.items()}
-
-    return {
-        "state": {int(k): row(own) for k, own in facts["state"].items()},
-        "param_groups": [row(group) for group in facts["param_groups"]],
-    }
-
-
-def empty_of(fact: dict[str, Any], device: torch.device | str) -> Tensor:
-    dtype = getattr(torch, str(fact["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise GroupError(f"a tensor of dtype {fact['dtype']!r:.40} in the outer optimizer's state, which is none")
-    return torch.empty(fact["shape"], dtype=dtype, device=device)
 
 
 def broadcast_flat(tensor: Tensor, leader: int, group: Group) -> None:

@@ -39,6 +39,16 @@ class Together:
             )
         return [each["row"] for each in rows]
 
+    def each(self, act: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
+        """What ``act`` returns on every rank, by rank. One where it raises raises that, the others GroupError."""
+        row: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            row = act()
+        except Exception as error:
+            failure = error
+        return self.gather(row, failure, what)
+
     def first(self, act: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
         """On every rank what ``act`` returns on rank 0. What it raises there is raised there, GroupError elsewhere."""
         failure: Exception | None = None

@@ -80,10 +80,10 @@ def test_ranks_that_differ_are_told(ranks: Ranks) -> None:
 # ---- a rank that did not hear of the commit -------------------------------------------------------------------------
 
 
-def misses_the_commit(rank: int) -> list[Any]:
+def misses_the_commit(rank: int, gate: str | None) -> list[Any]:
     """Rank 2 loses the answer of the agreement, which the others had."""
     local = model()
-    loco = PulseLoCo(local, bucket_numel=100)
+    loco = PulseLoCo(local, bucket_numel=100, gate=gate)
     KEPT.update(loco=loco, local=local)
     real = exchange.Exchange.agree
     for k in range(2):
@@ -120,14 +120,15 @@ def meets_again(rank: int) -> list[Any]:
     return [*regrouped, loco.sync().digest, copied(loco.theta)]
 
 
-def test_a_rank_makes_up_for_a_commit_it_missed(ranks: Ranks) -> None:
-    answers = ranks.run(misses_the_commit, world=3)
+@pytest.mark.parametrize("gate", ["bf16", None])
+def test_a_rank_makes_up_for_a_commit_it_missed(ranks: Ranks, gate: str | None) -> None:
+    answers = ranks.run(misses_the_commit, gate, world=3)
     assert answers[:2] == [[], []]
     told, unchanged, again = answers[2]
     assert "connection reset by peer" in told
     assert unchanged
     assert "others may have" in again
-    plain = PlainLoCo(list(model().values()), 3)
+    plain = PlainLoCo(list(model().values()), 3, view=None if gate is None else torch.bfloat16)
     for k in range(2):
         for rank, local in enumerate(plain.local):
             moved(local, seed=10 * k + rank)
@@ -138,6 +139,10 @@ def test_a_rank_makes_up_for_a_commit_it_missed(ranks: Ranks) -> None:
     for rank, (theta, residual, local, digest, after) in enumerate(answers):
         for k, name in enumerate(theta):
             assert torch.equal(theta[name], plain.theta[k])
+            if gate is None:  # what it did since stays in its weights, to rounding
+                since = late[k] if rank == 2 else torch.zeros(())
+                torch.testing.assert_close(local[name], plain.theta[k] + since, rtol=0, atol=1e-8)
+                continue
             assert torch.equal(local[name], plain.theta[k])
             if rank < 2:
                 assert torch.equal(residual[name], plain.residual[rank][k])
@@ -145,6 +150,50 @@ def test_a_rank_makes_up_for_a_commit_it_missed(ranks: Ranks) -> None:
                 torch.testing.assert_close(residual[name], plain.residual[2][k] - late[k], rtol=0, atol=1e-8)
         assert digest == answers[0][3]
         assert same(after, answers[0][4])
+
+
+def is_left_behind(rank: int) -> None:
+    """Rank 2 goes before it agrees: no rank commits, but none can know."""
+    local = model()
+    loco = PulseLoCo(local)
+    KEPT.update(loco=loco, local=local)
+    moved(list(local.values()), seed=rank)
+    loco.sync()
+    moved(list(local.values()), seed=10 + rank)
+    if rank == 2:
+
+        def gone(self: Any) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        real, exchange.Exchange.agree = exchange.Exchange.agree, gone  # type: ignore[method-assign]
+    with pytest.raises(GroupError, match="call regroup"):
+        loco.sync()
+    if rank == 2:
+        exchange.Exchange.agree = real  # type: ignore[method-assign]
+    assert loco.fragments[0].sent
+
+
+def go_on_without(rank: int) -> None:
+    loco, local = KEPT["loco"], KEPT["local"]
+    loco.regroup()
+    moved(list(local.values()), seed=20 + rank)
+    loco.sync()
+
+
+def comes_back(rank: int) -> list[Any]:
+    loco = KEPT["loco"]
+    pending = {name: loco.fragments[0].pending(name) for name in loco.theta}
+    loco.regroup()
+    return [pending, copied(loco.residual), loco.rounds, loco.sync().digest]
+
+
+def test_what_was_never_committed_stays_pending_though_the_others_went_on(ranks: Ranks) -> None:
+    ranks.run(is_left_behind, world=3)
+    ranks.run(go_on_without, world=2)
+    answers = ranks.run(comes_back, world=3)
+    pending, residual, rounds, digest = answers[2]
+    assert (rounds, digest) == (2, answers[0][3])
+    assert same(pending, residual)
 
 
 # ---- leaving --------------------------------------------------------------------------------------------------------
