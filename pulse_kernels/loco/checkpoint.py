@@ -222,7 +222,10 @@ def _all(loco: PulseLoCo, act: Callable[[], dict[str, Any]], what: str) -> list[
 def _raising(act: Callable[[], Any], folder: Any, what: str) -> None:
     """torch's CheckpointException is no Exception, which nobody expects of a damaged file."""
     try:
-        act()
+        with warnings.catch_warnings():
+            # What no_dist asks for.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            act()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
