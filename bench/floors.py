@@ -52,6 +52,11 @@ def phase_share(result: Result) -> float:
     return float(result.facts["phase_share"])
 
 
+def bytes_an_entry(result: Result) -> float:
+    """Position and FP32 value."""
+    return float(result.facts["bytes_an_entry"])
+
+
 def million_indices_a_second(result: Result) -> float:
     return result.facts["num_changed"] / result.seconds / 1e6
 
@@ -66,6 +71,7 @@ PACK, UNPACK = "test_one_thread[0.01-pack_indices]", "test_one_thread[0.01-unpac
 APPLY = "test_apply_and_exchange[0.01]"
 TRAINED_28, TRAINED_10 = "test_encode[trained, about 2.8%]", "test_encode[trained, about 1%]"
 PUBLISH, PAUSE, CABLE = "test_publish", "test_pause", "test_over_a_cable"
+RESIDUAL, ROUND = "test_gate_residual", "test_round"
 CHECKPOINT = "test_encode[random, 1%]"
 EAGER_CODING = "u16 gaps + values, zstd-1"
 
@@ -83,5 +89,9 @@ FLOORS = (
     Floor("`publish`, 1%: dense file and BLAKE3 take", PUBLISH, times_ours("dense file and BLAKE3"), "x", at_least=2),
     Floor("`publish`: phases the report names, of all time", PUBLISH, phase_share, "", at_least=0.9),
     Floor("the subscriber's pause, 1%: of `index_put_`", PAUSE, times_of("index_put_"), "x", at_most=3),
+    Floor("`gate_residual`, 4%: eager takes", RESIDUAL, times_ours("eager"), "x", at_least=8),
+    Floor("`gate_residual`, 4%: share of plain read", RESIDUAL, times_ours("plain read"), "", at_least=0.7),
+    Floor("a PULSELoCo round of 4 ranks: eager takes", ROUND, times_ours("eager"), "x", at_least=4),
+    Floor("an entry sent, 4% at random, without zstd", ROUND, bytes_an_entry, " bytes", at_most=5.0),
     Floor("publish to applied over 100 Mbit/s: dense takes", CABLE, times_ours("dense"), "x", at_least=25),
 )

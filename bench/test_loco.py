@@ -111,4 +111,13 @@ def test_round(compare: Compare, state: Round) -> None:
         title=f"a round of {RANKS} ranks, {100 * label.count / numel:.1f}% fired, "
         f"{label.total / label.count:.2f} bytes an entry",
         num_bytes=12 * numel,
+        bytes_an_entry=bytes_an_entry(numel),
     )
+
+
+def bytes_an_entry(numel: int) -> float:
+    """Of entries at random, 4% of all positions."""
+    fired = torch.rand(numel, generator=torch.Generator().manual_seed(4)) < 0.04
+    indices = fired.nonzero().squeeze(1).to(torch.int32)
+    label, _ = encode(Entries(indices, indices.float()), numel, False, torch.device("cpu"), 2)
+    return label.total / label.count

@@ -352,7 +352,10 @@ class PulseLoCo:
     def _chosen(self, fragments: int | Iterable[int] | None) -> list[int]:
         if fragments is None:
             return list(range(len(self.fragments)))
-        chosen = sorted({fragments} if isinstance(fragments, int) else set(fragments))
+        given = [fragments] if isinstance(fragments, int) else list(fragments)
+        if not all(isinstance(each, int) for each in given):
+            raise TypeError(f"fragments {given!r:.80}: expected their numbers, 0 to {len(self.fragments) - 1}")
+        chosen = sorted(set(given))
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.fragments):
             raise ValueError(f"fragments {chosen}: expected some of 0 to {len(self.fragments) - 1}")
         return chosen

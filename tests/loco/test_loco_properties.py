@@ -186,6 +186,8 @@ def test_arguments() -> None:
     loco = PulseLoCo(good)
     with pytest.raises(ValueError, match=r"fragments \[1\]: expected some of 0 to 0"):
         loco.sync(1)
+    with pytest.raises(TypeError, match="expected their numbers, 0 to 0"):
+        loco.sync("w")
 
 
 # ---- buckets and fragments ------------------------------------------------------------------------------------------
