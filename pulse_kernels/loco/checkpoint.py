@@ -130,6 +130,9 @@ def _take(loco: PulseLoCo, state: Mapping[str, Any]) -> None:
         tensor.copy_(state["theta"][name])
     for name, tensor in loco.residual.items():
         tensor.copy_(state["residual"][name])
+    for fragment in loco.fragments:
+        fragment.reset()
+    loco._to_local(loco.fragments)
     for fragment, rounds, history in zip(loco.fragments, state["rounds"], state["history"], strict=True):
         fragment.rounds, fragment.history, fragment.sent = rounds, list(history), []
     loco.steps, loco.due, loco.density = state["steps"], set(state["due"]), float(state["density"])

@@ -47,6 +47,8 @@ class Fragment:
         residual = None if view is None else {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
         buckets = cut({name: tensor.numel() for name, tensor in theta.items()}, bucket_numel)
         outer = outer_optimizer(list(theta.values()))
+        if not isinstance(outer, Optimizer):
+            raise TypeError(f"outer_optimizer made a {type(outer).__name__}, expected a torch.optim.Optimizer")
         held = {id(tensor) for group in outer.param_groups for tensor in group["params"]}
         if left := [name for name, tensor in theta.items() if id(tensor) not in held]:
             raise ValueError(

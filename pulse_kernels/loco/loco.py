@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,23 @@ def _ballot(hook: Callable[[], bool]) -> bool | Exception:
         return bool(hook())
     except Exception as error:
         return error
+
+
+_CALLABLES = {
+    "outer_optimizer": "what makes a torch optimizer of a list of tensors, as partial(torch.optim.SGD, lr=0.7)",
+    "commit": "a function without arguments that returns a bool, as manager.should_commit",
+    "on_report": "a function of a SyncReport",
+}
+
+
+def _check_meant_to_be_alone() -> None:
+    """GroupError where a launcher started several processes that would each train on its own."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdecimal() and int(world) > 1:
+        raise GroupError(
+            f"WORLD_SIZE is {world}, but torch.distributed is not initialised, so that each process would train alone; "
+            "call torch.distributed.init_process_group() first"
+        )
 
 
 class PulseLoCo:
@@ -127,7 +145,12 @@ class PulseLoCo:
             raise ValueError(f"threads is {threads}, expected at least 1")
         self.sync_every = sync_every
         self.process_group = process_group
+        if self.alone:
+            _check_meant_to_be_alone()
         try:
+            for name, hook in (("outer_optimizer", outer_optimizer), ("commit", commit), ("on_report", on_report)):
+                if hook is not None and not callable(hook):
+                    raise TypeError(f"{name} is a {type(hook).__name__}, expected {_CALLABLES[name]}")
             self._make(params, masters, outer_optimizer, _VIEWS[gate], fragments, bucket_numel, offload)
         except Exception as error:
             if not self.alone:
@@ -142,9 +165,10 @@ class PulseLoCo:
         self.density = _FIRST_DENSITY  # of all ranks in the round before
         self._tensors = [[name, list(tensor.shape)] for name, tensor in self.theta.items()]
         self._settings = [gate, sync_every, fragments, bucket_numel, exchange]
-        self._settings.append(type(self.fragments[0].outer).__qualname__)
+        self._settings += [type(self.fragments[0].outer).__qualname__, verify, commit is not None]
         self._identity = hashlib.blake2b(repr((self._tensors, self._settings)).encode()).digest()
         self._broken = ""
+        self._attached: Callable[[], bool] | None = None
         self._met: Callable[[], Any] = lambda: None  # the process group of the last meeting, while there is one
         self.regroup(process_group, joining=True)
         self._to_local(self.fragments)
@@ -217,12 +241,30 @@ class PulseLoCo:
     # ---- what users call ------------------------------------------------------------------------------------------
 
     def attach(self, inner_optimizer: Optimizer) -> Any:
-        """Call ``step`` after every step of ``inner_optimizer``. Returns a handle whose ``remove()`` ends that."""
+        """Call ``step`` after every step of ``inner_optimizer``. Returns a handle whose ``remove()`` ends that.
+
+        Where several optimizers share the weights, attach to the one that steps last. All ranks must step equally
+        often. Raises TypeError for what is no torch optimizer, ValueError where it steps none of these weights, or
+        where another is attached.
+        """
+        if not isinstance(inner_optimizer, Optimizer):
+            raise TypeError(f"attach: a {type(inner_optimizer).__name__}, expected the torch optimizer of the weights")
+        stepped_here = {id(tensor) for group in inner_optimizer.param_groups for tensor in group["params"]}
+        if not any(id(tensor) in stepped_here for tensor in self._owners.values()):
+            raise ValueError(
+                f"attach: this {type(inner_optimizer).__name__} steps none of the {len(self._owners)} weights that are "
+                "synchronised; with masters= it must step those"
+            )
+        if self._attached is not None and self._attached():
+            raise ValueError("attach: an optimizer is attached already; steps would count twice. Call remove() first")
 
         def stepped(*_: Any) -> None:
             self.step()
 
-        return inner_optimizer.register_step_post_hook(stepped)
+        handle = inner_optimizer.register_step_post_hook(stepped)
+        hooks = inner_optimizer._optimizer_step_post_hooks
+        self._attached = lambda: handle.id in hooks
+        return handle
 
     def step(self) -> SyncReport | None:
         """Count an inner step, and synchronise what is due; the round's report, None where there was none.
@@ -240,8 +282,8 @@ class PulseLoCo:
     def sync(self, fragments: int | Iterable[int] | None = None) -> SyncReport:
         """One round, now, on all ranks: of the given fragments, by default of all.
 
-        Either every rank's residual, global weights and local weights go on, or nothing changes on any, and what was to
-        be sent goes with the next round.
+        fragments: their numbers. Either every rank's residual, global weights and local weights go on, or nothing
+        changes on any, and what was to be sent goes with the next round.
 
         Raises NonFiniteError (this rank's update is infinite or NaN), PulseError (a commit was interrupted; a parameter
         has other memory), GroupError (another rank failed, or is out of
@@ -315,8 +357,9 @@ class PulseLoCo:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a ``state_dict`` of the same model and fragments. Local weights stay as they are: load the model's
-        and the inner optimizer's as well. ValueError, TypeError where it does not fit; all is then as it was."""
+        """Take over a ``state_dict`` of the same model and fragments. Local weights become the global ones: where it
+        was taken between two rounds, load the model's own afterwards. ValueError, TypeError where it does not fit; all
+        is then as it was."""
         from pulse_kernels.loco import checkpoint
 
         checkpoint.load_state_dict(self, state)
@@ -333,6 +376,9 @@ class PulseLoCo:
     @torch.inference_mode(False)
     def load(self, folder: Any, *, residuals: str = "sum") -> None:
         """Read what ``save`` wrote; collective. With as many ranks as then, each gets its own residual again.
+
+        Local weights become the global ones. Where it was saved between two rounds, load each rank's own local weights
+        afterwards.
 
         residuals: for another number of ranks. "sum": rank r gets the sum of the residuals of the old ranks r, r + K,
         r + 2K, ..., K being the ranks now, so that nothing is lost. "drop": all begin at zero, with a warning. Raises
@@ -353,7 +399,7 @@ class PulseLoCo:
         if fragments is None:
             return list(range(len(self.fragments)))
         given = [fragments] if isinstance(fragments, int) else list(fragments)
-        if not all(isinstance(each, int) for each in given):
+        if not all(type(each) is int for each in given):
             raise TypeError(f"fragments {given!r:.80}: expected their numbers, 0 to {len(self.fragments) - 1}")
         chosen = sorted(set(given))
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.fragments):

@@ -170,8 +170,7 @@ class GroupPublisher(_Member):
             return _Offer(change, digests, None, change.note)
         # Receivers that are ahead may raise the version: the record has it.
         change.patch.base_version = change.patch.version = None
-        change.patch.values_digest = change.patch.digest_of_values()
-        data = change.patch.to_bytes(self._profile)
+        data = codec.encode(change.patch, self._profile, None, with_values_digest=True)
         phases.end("encode")
         if len(data) < self._source.dense_bytes:
             return _Offer(change, self._source.tensor_digests(change), data, "")

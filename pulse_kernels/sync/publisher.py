@@ -26,6 +26,7 @@ from pulse_kernels.sync.anchor import AnchorFiles, send_anchor
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
+from pulse_kernels.sync.parts import send_part
 from pulse_kernels.sync.reports import PublishReport
 from pulse_kernels.sync.retention import check_retention, prune
 from pulse_kernels.sync.signing import signer_from, trusted_keys
@@ -350,8 +351,7 @@ class Publisher:
         return _Job(version, change, named, digests, note, phases, encoded)
 
     def _encode(self, patch: Patch, phases: Phases) -> bytes:
-        patch.values_digest = patch.digest_of_values()
-        builder = codec.build(patch, self._profile, None)
+        builder = codec.build(patch, self._profile, None, with_values_digest=True)
         phases.end("pack")
         data = b"".join(builder.chunks())
         phases.end("encode")
@@ -365,8 +365,6 @@ class Publisher:
 
     def _send(self, job: _Job) -> PublishReport:
         """Encode, upload, commit."""
-        from blake3 import blake3
-
         phases, patch, change = job.phases, job.change.patch, job.change
         data: bytes | None = None
         note, whole = job.note, job.whole
@@ -386,11 +384,8 @@ class Publisher:
         try:
             if data is not None:
                 key = f"{patch_folder(job.version)}/00000-{token}.safetensors"
-                part = Part(key, len(data), blake3(data, max_threads=blake3.AUTO).hexdigest())
-                phases.end("encode")
-                self.store.put(key, data)
+                parts = (send_part(self.store, key, data),)
                 written.append(key)
-                parts = (part,)
                 phases.end("upload")
             if whole is not None:
                 anchor = send_anchor(self.store, whole, job.version, digest, token=token, shard_bytes=self._shard_bytes)

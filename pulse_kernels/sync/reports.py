@@ -11,8 +11,8 @@ from pulse_kernels.report import Report
 @dataclass(frozen=True, repr=False)
 class PublishReport(Report):
     """A version sent. seconds: by phase: check (does anybody else publish), gate (find the changes), digest (of whole
-    states, with anchors), pack (code indices and values), encode (container and BLAKE3), anchor (read, hash, send the
-    whole state), upload (of the patch), commit (the manifest), prune (retention).
+    states, with anchors), pack (code indices and values), encode (container), anchor (read, hash, send the
+    whole state), upload (of the patch, with its BLAKE3), commit (the manifest), prune (retention).
 
     kind: "anchor" or "patch". payload_bytes: what a follower fetches, the patch or else the anchor. ratio:
     dense_bytes / payload_bytes. Both are None while the upload still runs, as nobody knows yet. folded: changes of how

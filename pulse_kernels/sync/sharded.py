@@ -24,6 +24,7 @@ from pulse_kernels.sync.anchor import AnchorFiles
 from pulse_kernels.sync.aux_files import AUX_FACT, send_aux
 from pulse_kernels.sync.chain import Chain, next_version
 from pulse_kernels.sync.manifest import Manifest, Part, manifest_key, patch_folder
+from pulse_kernels.sync.parts import send_part
 from pulse_kernels.sync.reports import PublishReport
 from pulse_kernels.sync.sharded_anchor import anchor_to_json, index_of, send_sharded_anchor
 from pulse_kernels.sync.sharded_source import Offer, ShardedSource
@@ -276,17 +277,12 @@ class ShardedPublisher:
         self, uploaded: _Uploaded, version: int, digest: str, offer: Offer, sparse: bool, whole: bool, phases: Phases
     ) -> None:
         """Put this rank's files into the store. What fails is raised at the end: an anchor needs every rank's boxes."""
-        from blake3 import blake3
-
         token = secrets.token_hex(4)
         failure: Exception | None = None
         try:
             if sparse and offer.data is not None and (offer.num_changed or self._ranks.rank == 0):
                 key = f"{patch_folder(version)}/{self._ranks.rank:05d}-{token}.safetensors"
-                part = Part(key, len(offer.data), blake3(offer.data, max_threads=blake3.AUTO).hexdigest())
-                phases.end("encode")
-                self.store.put(key, offer.data)
-                uploaded.patch = part
+                uploaded.patch = send_part(self.store, key, offer.data)
                 phases.end("upload")
             if whole and not sparse and self._source.measure() != offer.lanes:
                 self._source.distrust("the weights were changed by others than the publisher")

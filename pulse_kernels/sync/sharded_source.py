@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pulse_kernels import codec
 from pulse_kernels.dtypes import DTYPES, dtype_name
 from pulse_kernels.patch import Patch, TensorPatch
 from pulse_kernels.report import Phases
@@ -126,8 +127,7 @@ class ShardedSource:
             phases.end("gate")
             if not sweep or self.measure() == lanes:
                 phases.end("digest")
-                part.values_digest = part.digest_of_values()
-                data = part.to_bytes(self._profile)
+                data = codec.encode(part, self._profile, None, with_values_digest=True)
                 phases.end("encode")
                 return Offer(change, lanes, change.patch.digest, data, part.num_changed)
             self._source.distrust("the weights were changed by others than the publisher")

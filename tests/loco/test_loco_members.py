@@ -322,6 +322,29 @@ def test_another_number_of_ranks(ranks: Ranks, tmp_path: Path, world: int) -> No
             assert all("saved by 3 ranks and there are" in each for each in told)
 
 
+def test_what_is_loaded_is_in_the_local_weights_and_their_casts(tmp_path: Path) -> None:
+    weights = torch.nn.Linear(20, 10).bfloat16()
+    masters = {name: weight.detach().float() for name, weight in weights.named_parameters()}
+    loco = PulseLoCo(weights, masters=masters)
+    moved(list(masters.values()), seed=1, spread=0.1)
+    loco.sync()
+    loco.save(tmp_path / "state")
+    others = torch.nn.Linear(20, 10).bfloat16()
+    local = {name: weight.detach().float() for name, weight in others.named_parameters()}
+    for load in (
+        lambda other: other.load(tmp_path / "state"),
+        lambda other: other.load_state_dict(copy.deepcopy(loco.state_dict())),
+    ):
+        for tensor in local.values():
+            tensor += 1
+        other = PulseLoCo(others, masters=local)
+        load(other)
+        assert same(local, loco.theta)
+        for name, weight in others.named_parameters():
+            assert torch.equal(weight, loco.theta[name].bfloat16())
+        assert other.fragments[0].pending("weight").equal(loco.residual["weight"])
+
+
 def test_state_dict_goes_on_bit_for_bit() -> None:
     local = model()
     loco = PulseLoCo(local, sync_every=2, fragments=2)

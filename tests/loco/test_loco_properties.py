@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loco_models import PlainLoCo, model, moved
 from torch import Tensor, nn
 
-from pulse_kernels.errors import NonFiniteError
+from pulse_kernels.errors import GroupError, NonFiniteError
 from pulse_kernels.loco import PulseLoCo
 from pulse_kernels.loco.fragment import Fragment
 from pulse_kernels.loco.tensors import cut, fragments
@@ -279,6 +279,55 @@ def test_attached_to_an_optimizer() -> None:
     handle.remove()
     inner.step()
     assert loco.steps == 7
+
+
+def test_what_cannot_be_attached() -> None:
+    layer = nn.Linear(6, 5)
+    loco = PulseLoCo(layer)
+    for wrong in (layer, None):
+        with pytest.raises(TypeError, match="expected the torch optimizer of the weights"):
+            loco.attach(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps none of the 2 weights"):
+        loco.attach(torch.optim.SGD(nn.Linear(6, 5).parameters()))
+    inner = torch.optim.SGD(layer.parameters(), lr=0.1)
+    handle = loco.attach(inner)
+    with pytest.raises(ValueError, match="steps would count twice"):
+        loco.attach(inner)
+    handle.remove()
+    loco.attach(inner)
+    inner.step()
+    assert loco.steps == 1
+
+
+def test_masters_are_what_an_optimizer_must_step() -> None:
+    layer = nn.Linear(6, 5).bfloat16()
+    masters = {name: weight.detach().float() for name, weight in layer.named_parameters()}
+    loco = PulseLoCo(layer, masters=masters)
+    with pytest.raises(ValueError, match="with masters= it must step those"):
+        loco.attach(torch.optim.SGD(layer.parameters()))
+    loco.attach(torch.optim.SGD(masters.values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"outer_optimizer": "sgd"}, "outer_optimizer is a str, expected what makes a torch optimizer"),
+        ({"outer_optimizer": lambda tensors: 0.7}, "outer_optimizer made a float"),
+        ({"commit": True}, "commit is a bool, expected a function without arguments"),
+        ({"on_report": 3}, "on_report is a int"),
+    ],
+)
+def test_what_must_be_callable(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        PulseLoCo({"w": torch.zeros(3)}, **options)
+
+
+def test_a_launcher_whose_group_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(GroupError, match=r"WORLD_SIZE is 3, .* call torch.distributed.init_process_group\(\) first"):
+        PulseLoCo({"w": torch.zeros(3)})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert PulseLoCo({"w": torch.zeros(3)}).world == 1
 
 
 def test_a_failed_round_is_tried_again_at_the_next_step() -> None:
