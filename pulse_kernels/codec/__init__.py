@@ -27,7 +27,7 @@ from pulse_kernels.checks import INT32_NUMEL
 from pulse_kernels.codec.container import PatchBuilder, PatchReader
 from pulse_kernels.codec.header import PatchHeader, TensorHeader, name_problem
 from pulse_kernels.codec.overlay import check_base_digest, imagine, imagined_changes, imagined_tensors
-from pulse_kernels.codec.parallel import beside, parallel_map
+from pulse_kernels.codec.parallel import parallel_map
 from pulse_kernels.codec.segment import (
     ALL,
     DELTA,
@@ -43,7 +43,6 @@ from pulse_kernels.codec.sending import SentChanges, SentTensor, base_tensor, ba
 from pulse_kernels.dtypes import dtype_name
 from pulse_kernels.errors import PatchFormatError, PulseError, VerificationError
 from pulse_kernels.patch import Patch, TensorPatch
-from pulse_kernels.transfer import is_away
 
 # Where no base bounds a patch's decoded size: a ratio no real patch comes near, above a size nobody minds.
 _MAX_EXPANSION = 256
@@ -72,19 +71,10 @@ def build(
     patch: Patch, profile: str, base: Mapping[str, Tensor] | None, *, with_values_digest: bool = False
 ) -> PatchBuilder:
     """The coded segments of a patch, of which ``chunks`` makes the file. See ``Patch.to_bytes``. with_values_digest:
-    take the patch's ``values_digest``, too."""
-    if not with_values_digest:
-        return _build(patch, profile, base)
-    if any(is_away(item.values) for item in patch.tensors.values()):  # another thread has another stream
-        patch.values_digest = patch.digest_of_values()
-        return _build(patch, profile, base)
-    digest, builder = beside(patch.digest_of_values, lambda: _build(patch, profile, base))
-    patch.values_digest = builder.header.values_digest = digest
-    return builder
-
-
-def _build(patch: Patch, profile: str, base: Mapping[str, Tensor] | None) -> PatchBuilder:
+    the patch gets its ``values_digest`` first."""
     check_profile(profile)
+    if with_values_digest:
+        patch.values_digest = patch.digest_of_values()
     header = PatchHeader(
         *(profile, patch.base_version, patch.version, patch.base_digest, patch.digest),
         [tensor_header(item.name, item.dtype, item.shape) for item in patch.tensors.values()],

@@ -12,19 +12,6 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def beside(act: Callable[[], _T], here: Callable[[], _R]) -> tuple[_T, _R]:
-    """What ``act`` returns, called on a thread of its own, and what ``here`` returns, called on this one meanwhile.
-
-    Returns or raises once both have ended. ``act`` has no stream, no inference mode of the caller's.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        future = None
-        with suppress(RuntimeError):  # no more threads, or the interpreter is on its way out: after the other, then
-            future = pool.submit(act)
-        result = here()
-    return (act() if future is None else future.result()), result
-
-
 def parallel_map(function: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
     """``[function(item) for item in items]`` on up to ``threads`` threads, this one among them.
 
