@@ -203,6 +203,15 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).clone().view(torch.bool) if tensor.dtype is torch.bool else tensor.clone()
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether no value of a floating-point or complex tensor is infinite or NaN."""
+    if not values.numel():
+        return True
+    # By the extremes: one pass, where isfinite takes several; both are NaN where any value is.
+    low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def memory_span(tensor: Tensor) -> tuple[int, int, int]:
     """(device number, first byte, byte behind the last) that a non-empty tensor reaches; sorts by place."""
     start = tensor.data_ptr()

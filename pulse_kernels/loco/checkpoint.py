@@ -94,7 +94,11 @@ def _check_tensors(found: Any, expected: Mapping[str, Tensor], what: str) -> Non
     for name, tensor in expected.items():
         given = found.get(name) if isinstance(found, Mapping) else None
         if not isinstance(given, Tensor) or given.shape != tensor.shape or given.dtype != tensor.dtype:
-            raise ValueError(f"{what} of {name!r:.200} does not fit: expected float32 {list(tensor.shape)}")
+            raise _misfit(f"{what} of {name!r:.200}", tensor)
+
+
+def _misfit(what: str, tensor: Tensor) -> ValueError:
+    return ValueError(f"{what} does not fit: expected float32 {list(tensor.shape)}")
 
 
 def load_state_dict(loco: PulseLoCo, state: Mapping[str, Any]) -> None:
@@ -188,12 +192,10 @@ def load(loco: PulseLoCo, folder: str | os.PathLike[str], residuals: str) -> Non
         _check_fits(loco, facts)
         for name, tensor in loco.theta.items():
             if kinds.get(f"theta.{name}") != (tensor.shape, tensor.dtype):
-                raise ValueError(f"theta of {name!r:.200} does not fit: expected float32 {list(tensor.shape)}")
+                raise _misfit(f"theta of {name!r:.200}", tensor)
         for rank, (name, tensor) in itertools.product(range(facts["world"]), loco.residual.items()):
             if kinds.get(f"residual.{rank:05d}.{name}") != (tensor.shape, tensor.dtype):
-                raise ValueError(
-                    f"residual of {name!r:.200} of rank {rank} does not fit: expected float32 {list(tensor.shape)}"
-                )
+                raise _misfit(f"residual of {name!r:.200} of rank {rank}", tensor)
         outer.extend(_places(facts["outer"], kinds, folder))
         return {"facts": hashlib.blake2b(bytes(data.numpy())).hexdigest()}
 

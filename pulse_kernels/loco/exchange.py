@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pulse_kernels import ops
+from pulse_kernels import checks, ops
 from pulse_kernels.backends import for_device
 from pulse_kernels.errors import GroupError, NonFiniteError, PatchFormatError
 from pulse_kernels.loco.wire import LABEL_BYTES, Entries, Label, decode, encode, nothing
@@ -347,10 +347,7 @@ def _label(row: bytes, numel: int, rank: int) -> Label:
 
 def check_finite(values: Tensor, what: str) -> None:
     """NonFiniteError unless all values are finite."""
-    if values.numel() == 0:
-        return
-    low, high = torch.aminmax(values)
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    if not checks.all_finite(values):
         number = int((~torch.isfinite(values)).sum())
         raise NonFiniteError(
             f"{number} of {values.numel()} values of {what} are infinite or NaN; no rank changed anything. Mend the "

@@ -97,7 +97,7 @@ def decode(label: Label, payload: Tensor, numel: int, device: torch.device, what
     if payload.numel() != label.total or _digest(payload) != label.digest:
         raise PatchFormatError(f"{what}: the bytes that came are not those that were sent")
     blob, *planes = payload.split(list(label.sizes))
-    loaded = [plane if plane.numel() == label.count else _load(plane, label.count, what).to(device) for plane in planes]
+    loaded = [plane if plane.numel() == label.count else _load(plane, label.count, what) for plane in planes]
     values = _values([plane.to(device) for plane in loaded])
     if label.count == numel:
         return Entries(None, values)

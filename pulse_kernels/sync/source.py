@@ -358,12 +358,10 @@ def _check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
 
 
 def _first_nonfinite(values: Tensor) -> int:
-    if not (values.is_floating_point() or values.is_complex()) or not values.numel():
+    if not (values.is_floating_point() or values.is_complex()):
         return -1
     wide = values if values.dtype.itemsize > 1 else values.float()  # 8-bit floats have few operators
-    # Extremes first: one pass, where isfinite takes several; both are NaN where any value is.
-    extremes = torch.stack(torch.aminmax(torch.view_as_real(wide) if wide.is_complex() else wide))
-    if bool(torch.isfinite(extremes).all()):
+    if checks.all_finite(wide):
         return -1
     return int((~torch.isfinite(wide)).nonzero()[0, 0])
 
